@@ -1,0 +1,66 @@
+"""Which implementation of an operation runs.
+
+Every operation is a folder with a public function in ``__init__.py`` and one module per implementation:
+``reference`` (plain JAX, everywhere), ``sm90`` (Hopper), ``sm100`` (Blackwell). A module that is absent, or that
+raises NotImplementedError, does not carry the call.
+
+``implementation`` names one: "reference", "sm90", "sm100", or "interpret_sm90" / "interpret_sm100" (that kernel in
+the GPU interpreter, on any machine). A named implementation never falls back. None takes the kernel of the GPU at
+hand, and falls back to the reference with one log line per operation and reason.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+
+from pallas_kernels import platform
+
+IMPLEMENTATIONS = ("reference", "sm90", "sm100", "interpret_sm90", "interpret_sm100")
+
+log = logging.getLogger("pallas_kernels")
+
+
+def call(package: str, function: str, implementation: str | None, *args, **kwargs):
+    """Runs `function` of the operation in `package` (the operation's ``__name__``) by `implementation`.
+
+    Raises ValueError for an unknown name and NotImplementedError when a named implementation does not carry the call.
+    """
+    operation = package.rpartition(".")[2]
+    if implementation is None:
+        name = platform.kernel_name()
+        if name is not None:
+            try:
+                return _load(package, name, function)(*args, **kwargs)
+            except NotImplementedError as reason:
+                _say_once(f"{operation}.{function}: the reference runs instead of {name}: {reason}")
+        return _load(package, "reference", function)(*args, **kwargs)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} of {operation} is not known. Allowed: None, {', '.join(IMPLEMENTATIONS)}."
+        )
+    if implementation.startswith("interpret_"):
+        with platform.interpreted():
+            return _load(package, implementation.removeprefix("interpret_"), function)(*args, **kwargs)
+    platform.require(implementation)
+    return _load(package, implementation, function)(*args, **kwargs)
+
+
+def carries(package: str, implementation: str) -> bool:
+    """Whether the operation in `package` has a module for `implementation`."""
+    return importlib.util.find_spec(f"{package}.{implementation.removeprefix('interpret_')}") is not None
+
+
+def _load(package: str, name: str, function: str):
+    operation = package.rpartition(".")[2]
+    if not carries(package, name):
+        raise NotImplementedError(f"{operation} has no {name} kernel yet; use implementation='reference'.")
+    found = getattr(importlib.import_module(f"{package}.{name}"), function, None)
+    if found is None:
+        raise NotImplementedError(f"{operation} has no {name} kernel for {function}; use implementation='reference'.")
+    return found
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    log.warning(line)
