@@ -14,6 +14,8 @@ import importlib
 import importlib.util
 import logging
 
+import jax
+
 from pallas_kernels import platform
 
 IMPLEMENTATIONS = ("reference", "sm90", "sm100", "interpret_sm90", "interpret_sm100")
@@ -41,7 +43,8 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
         )
     if implementation.startswith("interpret_"):
         with platform.interpreted():
-            return _load(package, implementation.removeprefix("interpret_"), function)(*args, **kwargs)
+            result = _load(package, implementation.removeprefix("interpret_"), function)(*args, **kwargs)
+            return jax.block_until_ready(result)  # a race is raised here, and not where the result is used
     platform.require(implementation)
     return _load(package, implementation, function)(*args, **kwargs)
 

@@ -1,0 +1,136 @@
+"""Times kernels on the GPU at hand, at their named shapes, against the floor and against XLA; checks them as it goes.
+
+Times are device times of the launched GPU kernels as CUPTI reports them: launch overhead and the gaps between kernels
+are outside. `us` is the median with the L2 cache flushed before every run, `us_hot` the median of runs back to back.
+"""
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import aot, mosaic, platform
+from pallas_kernels.case import Case, floor_us
+
+_FLUSHED = 64 * 2**20  # float32 values that a flush reads and writes: 256 MiB, four times the largest L2
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured shape. Times in microseconds; `tflops` and `gbs` count the case's own arithmetic and bytes."""
+
+    section: str
+    shape: str
+    us: float
+    us_hot: float
+    tflops: float
+    gbs: float
+    floor_us: float
+    err: float
+    us_xla: float | None
+    implementation: str
+    device: str
+    jax: str
+
+
+def run(
+    operation: str,
+    *,
+    shapes: Iterable[str] | None = None,
+    implementation: str | None = None,
+    iterations: int = 20,
+    xla: bool = True,
+    report: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Measures the named shapes of `operation`.
+
+    `shapes` picks some by name; `implementation` is the kernel family (None: that of the GPU at hand); `xla` also times
+    the reference; `report` is called with every row as it is done. A shape that the kernel does not carry is left out
+    and logged by `dispatch`. Raises ValueError for an unknown operation or shape, RuntimeError without an NVIDIA GPU.
+    """
+    family = implementation or platform.kernel_name()
+    if platform.kernel_name() is None:
+        raise RuntimeError(f"A benchmark needs an NVIDIA GPU, and this process runs on {jax.default_backend()}.")
+    chosen = [case for case in aot.cases(operation) if shapes is None or case.shape in set(shapes)]
+    if shapes is not None and (unknown := set(shapes) - {case.shape for case in chosen}):
+        raise ValueError(f"{operation} has no shape named {', '.join(sorted(unknown))}.")
+    rows = []
+    for case in chosen:
+        row = measure(case, family, iterations, xla)
+        rows.append(row)
+        if report is not None:
+            report(row)
+    return rows
+
+
+def measure(case: Case, family: str, iterations: int = 20, xla: bool = True) -> Row:
+    """Times and checks one case by the kernels of `family`."""
+    arrays = jax.jit(case.make)(jax.random.key(20261129))
+    kernel = jax.jit(lambda *a: case.call(aot.load(case, family), *a))
+    error = case.check(kernel(*arrays), *arrays)
+    flush = jax.jit(lambda x: x + 1)
+    scratch = jnp.ones(_FLUSHED, jnp.float32)
+    cold = statistics.median(mosaic.kernel_times(kernel, arrays, iterations, before=lambda: flush(scratch)))
+    hot = statistics.median(mosaic.kernel_times(kernel, arrays, iterations))
+    plain = None
+    if xla:
+        reference = jax.jit(lambda *a: case.call(aot.load(case, "reference"), *a))
+        times = mosaic.kernel_times(reference, arrays, max(iterations // 10, 2), before=lambda: flush(scratch))
+        plain = statistics.median(times)
+    return Row(
+        section=case.section,
+        shape=case.shape,
+        us=cold,
+        us_hot=hot,
+        tflops=case.flops / cold / 1e6,
+        gbs=case.bytes / cold / 1e3,
+        floor_us=floor_us(case, family),
+        err=error,
+        us_xla=plain,
+        implementation=family,
+        device=jax.devices()[0].device_kind,
+        jax=jax.__version__,
+    )
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The rows as a text table."""
+    lines = [f"{'shape':44} {'cold us':>9} {'hot us':>9} {'TFLOP/s':>8} {'GB/s':>6} {'floor us':>9} {'XLA us':>10} {'err':>8}"]
+    for r in rows:
+        plain = f"{r.us_xla:10.1f}" if r.us_xla is not None else f"{'-':>10}"
+        lines.append(
+            f"{r.shape:44} {r.us:9.1f} {r.us_hot:9.1f} {r.tflops:8.0f} {r.gbs:6.0f} {r.floor_us:9.1f} {plain} {r.err:8.1e}"
+        )
+    return "\n".join(lines)
+
+
+def to_json(rows: Iterable[Row]) -> str:
+    """The rows as a JSON list of objects."""
+    return json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+
+
+def plot(rows: Iterable[Row], path: str) -> None:
+    """Draws cold times over their floors into the image file `path`. Needs matplotlib (the colab extra)."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as missing:
+        raise RuntimeError("A plot needs matplotlib: pip install 'dsa-jax[colab]'.") from missing
+    rows = list(rows)
+    figure, axes = plt.subplots(figsize=(9, 0.3 * len(rows) + 1.5), layout="constrained")
+    places = range(len(rows))
+    axes.barh(places, [row.us for row in rows], color="tab:blue", label="kernel, L2 cold")
+    axes.scatter([row.floor_us for row in rows], places, color="black", marker="|", s=80, label="floor")
+    known = [(row.us_xla, place) for row, place in zip(rows, places) if row.us_xla is not None]
+    if known:
+        axes.scatter(*zip(*known), color="tab:red", marker="x", label="XLA")
+    axes.set_yticks(places, [row.shape for row in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("microseconds")
+    axes.set_title(f"{rows[0].section} on {rows[0].device}" if rows else "no rows")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,89 @@
+"""Dispatch, the GPU interpreter and the compile report, on kernels of a few lines."""
+
+import sys
+import types
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import aot, dispatch, mosaic
+
+
+def _double(x, *, racy=False):
+    def body(x_ref, out_ref, tile, barrier):
+        plgpu.copy_gmem_to_smem(x_ref, tile, barrier)
+        if not racy:
+            plgpu.barrier_wait(barrier)
+        tile[...] = tile[...] * 2
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, out_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(1,),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM(x.shape, x.dtype), plgpu.Barrier()],
+    )(x)
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """A made-up operation with a reference and a Hopper kernel."""
+    package = types.ModuleType("made_up")
+    package.__path__ = []
+    reference = types.ModuleType("made_up.reference")
+    reference.double = lambda x: x * 2
+    sm90 = types.ModuleType("made_up.sm90")
+    sm90.double = _double
+    for module in (package, reference, sm90):
+        module.__spec__ = types.SimpleNamespace(name=module.__name__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return package.__name__
+
+
+def test_interpreted_kernel_runs_and_is_right(operation):
+    x = jnp.arange(128, dtype=jnp.float32)
+    np.testing.assert_array_equal(dispatch.call(operation, "double", "interpret_sm90", x), 2 * np.arange(128))
+    assert not mosaic.is_interpreted()
+
+
+def test_a_race_is_an_error_and_the_next_run_is_clean():
+    x = jnp.arange(128, dtype=jnp.float32)
+    with pytest.raises(Exception, match="RACE DETECTED|unawaited|barrier"), mosaic.interpreter():
+        jax.block_until_ready(_double(x, racy=True))
+    with mosaic.interpreter():
+        np.testing.assert_array_equal(jax.block_until_ready(_double(x)), 2 * np.arange(128))
+
+
+def test_forced_name_never_falls_back(operation):
+    x = jnp.ones(128)
+    with pytest.raises(NotImplementedError, match="needs a GPU of that family"):
+        dispatch.call(operation, "double", "sm90", x)
+    with pytest.raises(NotImplementedError, match="no sm100 kernel"):
+        dispatch.call(operation, "double", "interpret_sm100", x)
+    with pytest.raises(ValueError, match="Allowed: None, reference, sm90"):
+        dispatch.call(operation, "double", "cuda", x)
+
+
+def test_compile_report_of_a_kernel():
+    if (reason := aot.missing()) is not None:
+        pytest.skip(reason)
+    (kernel,) = aot.compile_for("h200", _double, jax.ShapeDtypeStruct((128,), jnp.float32))
+    assert (kernel.spill_stores, kernel.spill_loads) == (0, 0)
+    assert 0 < kernel.registers <= 255
+    assert kernel.smem >= 512
+    assert kernel.instructions["UTMALDG"] + kernel.instructions["UBLKCP"] >= 1
+    assert kernel.instructions["UTCxMMA"] == 0
+    assert aot.compile_for("h200", _double, jax.ShapeDtypeStruct((128,), jnp.float32)) == (kernel,)
+
+
+def test_unknown_names_are_named():
+    with pytest.raises(ValueError, match="'h100' is not known. Allowed: h200, b200"):
+        aot.compile_report(("h100",))
+    with pytest.raises(ValueError, match="operation='nothing' is not known"):
+        aot.cases("nothing")
