@@ -1,0 +1,58 @@
+"""Checkpoint names as data: from a tensor's name in a file to the path of the parameter that it fills."""
+
+import dataclasses
+import functools
+import re
+
+# (pattern, replacement), applied in order: what re-exports of V4.1 write differently from the official files.
+RENAMES = (
+    (r"^model\.", ""),
+    (r"\.self_attn\.", ".attn."),
+    (r"^(?!vision\.)(.*)\.mlp\.", r"\1.ffn."),
+    (r"\.weight_scale_inv$", ".scale"),
+    (r"\.e_score_correction_bias$", ".bias"),
+)
+
+# (pattern of the renamed name, why its tensors are left out).
+LEFT_OUT = (
+    (r"^vision\.", "the vision tower: image embeddings are given by the caller"),
+    (r"^aligner\.", "the aligner of the vision tower: image embeddings are given by the caller"),
+    (r"^mtp\.\d+\.embed\.weight$", "copies of the embedding in draft stages: they share the model's own"),
+    (r"^mtp\.\d+\.head\.weight$", "copies of the head in draft stages: they share the model's own"),
+)
+
+# Routed experts: one tensor each in the files, stacked along a new first axis in memory.
+STACKED = r"^(.*\.ffn\.experts)\.(\d+)\.(w[123]\.(?:weight|scale))$"
+
+_RENAMES = tuple((re.compile(pattern), replacement) for pattern, replacement in RENAMES)
+_LEFT_OUT = tuple((re.compile(pattern), reason) for pattern, reason in LEFT_OUT)
+_STACKED = re.compile(STACKED)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Target:
+    """Where a tensor goes: the parameter's path, and its place on the stacked axis or None."""
+
+    path: str
+    expert: int | None
+
+
+def official_name(name: str) -> str:
+    """The official name of the tensor called `name` in a file."""
+    for pattern, replacement in _RENAMES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+def left_out_reason(name: str) -> str | None:
+    """Why the tensor of official name `name` is not loaded; None if it is."""
+    return next((reason for pattern, reason in _LEFT_OUT if pattern.search(name)), None)
+
+
+@functools.lru_cache(maxsize=4096)
+def target(name: str) -> Target:
+    """The parameter that the tensor of official name `name` fills."""
+    found = _STACKED.match(name)
+    if found is None:
+        return Target(name, None)
+    return Target(f"{found[1]}.{found[3]}", int(found[2]))
