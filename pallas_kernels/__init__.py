@@ -1,1 +1,31 @@
 """GPU kernels for DeepSeek sparse attention, each with a plain JAX reference. Pure functions on arrays."""
+
+from pallas_kernels.candidate_logits import (
+    Candidates,
+    candidate_logits,
+    candidate_positions,
+    expand_candidates,
+    ragged_candidate_logits,
+)
+from pallas_kernels.indexer_logits import indexer_logits, paged_indexer_logits
+from pallas_kernels.indexing import gather_paged, gather_rows, scatter_paged, scatter_rows
+from pallas_kernels.quantize import (
+    dequantize_fp4,
+    dequantize_fp8,
+    dequantize_weight,
+    e8m0_to_float32,
+    fake_quantize,
+    pow2ceil,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+    unpack_fp4,
+)
+from pallas_kernels.records import IndexFP8, IndexMXFP4, Model1, PagedRows, Plain, V32, V41MXFP8, V41NVFP4
+from pallas_kernels.select import Selection, select
+from pallas_kernels.slots import positions_to_slots
+from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_decode import combine, sparse_decode
+from pallas_kernels.top_k import candidate_blocks, merge_top_k, top_k
+
+__all__ = [name for name in globals() if not name.startswith("_")]

@@ -1,0 +1,127 @@
+"""Indexer scores of chosen candidate blocks only, and the way back from their columns to positions."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels import checks, dispatch
+from pallas_kernels.indexer_logits import check_paged, check_rounding
+from pallas_kernels.records import PagedRows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """Candidate blocks of every row, ready for scoring; made once per step and shared by all its consumers.
+
+    blocks: int32 [*rows, C], ids of reachable blocks ascending, then -1. count: int32 [*rows], how many there are.
+    Column c of the scores is position ``blocks[c // block_size] * block_size + c % block_size``.
+    """
+
+    blocks: Any
+    count: Any
+    block_size: int = dataclasses.field(metadata={"static": True})
+
+
+def expand_candidates(
+    candidate_blocks: Int32[Array, "*rows C"], context_lens: Int32[Array, "*rows"], block_size: int
+) -> Candidates:
+    """Candidate block ids as Candidates: those below 0 or at and beyond the visible length are dropped, the rest sorted.
+
+    Ids of a row must differ from one another. `context_lens` are visible lengths, `block_size` positions a block.
+    """
+    checks.integer("candidate_blocks", candidate_blocks)
+    checks.integer("context_lens", context_lens)
+    checks.positive("block_size", block_size)
+    if candidate_blocks.shape[:-1] != context_lens.shape:
+        raise ValueError(
+            f"candidate_blocks have shape {tuple(candidate_blocks.shape)} and context_lens {tuple(context_lens.shape)}; "
+            "context_lens must have the shape of candidate_blocks without their last axis."
+        )
+    last = jnp.iinfo(jnp.int32).max
+    reachable = (candidate_blocks >= 0) & (candidate_blocks < -(-context_lens[..., None] // block_size))
+    ids = jnp.sort(jnp.where(reachable, candidate_blocks, last), axis=-1)
+    count = jnp.sum(reachable, axis=-1, dtype=jnp.int32)
+    return Candidates(jnp.where(ids == last, -1, ids), count, block_size)
+
+
+def candidate_positions(
+    columns: Int32[Array, "*rows K"], candidates: Candidates, block_size: int
+) -> Int32[Array, "*rows K"]:
+    """Request-local positions of columns of candidate scores; -1 for a column below 0, beyond the width, or of no block."""
+    checks.integer("columns", columns)
+    if block_size != candidates.block_size:
+        raise ValueError(f"block_size is {block_size}, but the candidates were expanded for {candidates.block_size}.")
+    if columns.shape[:-1] != candidates.count.shape:
+        raise ValueError(
+            f"columns have shape {tuple(columns.shape)} for candidates of rows {tuple(candidates.count.shape)}; all "
+            "axes but the last must be the same."
+        )
+    slot = columns // block_size
+    inside = (columns >= 0) & (slot < candidates.count[..., None])
+    block = jnp.take_along_axis(candidates.blocks, jnp.where(inside, slot, 0), axis=-1)
+    return jnp.where(inside, block * block_size + columns % block_size, -1)
+
+
+def candidate_logits(
+    q: Float[Array, "B N H D"],
+    keys: PagedRows,
+    weights: Float[Array, "B N H"],
+    candidates: Candidates,
+    *,
+    context_lens: Int32[Array, "B N"],
+    block_table: Int32[Array, "B M"],
+    rounding: Any = None,
+    implementation: str | None = None,
+) -> Float32[Array, "B N W"]:
+    """Indexer scores of the candidate blocks, [B, N, C * block_size]; -inf where there is no block or no visible position.
+
+    Keys, lengths, table, arithmetic and rounding as in indexer_logits.paged_indexer_logits; columns as `Candidates`
+    says. A column's score equals the dense score of its position up to the order of the sums.
+    """
+    sizes = {}
+    check_paged(q, keys, weights, context_lens, block_table, rounding, sizes)
+    checks.shape("candidates.blocks", candidates.blocks, "B N C", sizes)
+    return dispatch.call(
+        __name__, "candidate_logits", implementation, q, keys, weights, candidates, context_lens=context_lens,
+        block_table=block_table, rounding=rounding,
+    )  # fmt: skip
+
+
+def ragged_candidate_logits(
+    q: Float[Array, "T H D"],
+    k: Float[Array, "S D"],
+    weights: Float[Array, "T H"],
+    candidates: Candidates,
+    *,
+    row_start: Int32[Array, " T"],
+    row_end: Int32[Array, " T"],
+    k_scale: Float32[Array, " S"] | None = None,
+    rounding: Any = None,
+    implementation: str | None = None,
+) -> Float32[Array, "T W"]:
+    """Indexer scores of the candidate blocks of packed keys, [T, C * block_size]; -inf where nothing is visible.
+
+    Block ids count from ``row_start[t]``: column c is the key ``row_start[t] + position``, visible below
+    ``row_end[t]``. Keys, arithmetic and rounding as in indexer_logits.indexer_logits.
+    """
+    sizes = {}
+    checks.shape("q", q, "T H D", sizes)
+    checks.shape("k", k, "S D", sizes)
+    checks.shape("weights", weights, "T H", sizes)
+    checks.shape("candidates.blocks", candidates.blocks, "T C", sizes)
+    for name, array in (("q", q), ("k", k), ("weights", weights)):
+        checks.floating(name, array)
+    for name, array in (("row_start", row_start), ("row_end", row_end)):
+        checks.shape(name, array, "T", sizes)
+        checks.integer(name, array)
+    if k_scale is not None:
+        checks.shape("k_scale", k_scale, "S", sizes)
+    check_rounding(rounding)
+    return dispatch.call(
+        __name__, "ragged_candidate_logits", implementation, q, k, weights, candidates, row_start=row_start,
+        row_end=row_end, k_scale=k_scale, rounding=rounding,
+    )  # fmt: skip

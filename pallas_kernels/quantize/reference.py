@@ -1,0 +1,168 @@
+"""Number formats in plain JAX, exact to the bit on devices that flush subnormals and divide inexactly."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+FP8_MAX, FP4_MAX = 448.0, 6.0
+FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+SIGN, EXPONENT, MANTISSA, ONE = np.uint32([0x80000000, 0x7F800000, 0x007FFFFF, 0x00800000])
+
+
+def _bits(x):
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float(bits):
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def pow2ceil(v):
+    bits = _bits(v.astype(jnp.float32))
+    up = (bits + MANTISSA) & EXPONENT  # carries into the exponent unless the mantissa is 0
+    return jnp.where(jnp.isnan(v), jnp.float32(jnp.nan), _float(up))
+
+
+def _amax(groups, floor):
+    """Largest magnitude of every group, between `floor` and the largest float32. NaN stays."""
+    return jnp.clip(jnp.max(jnp.abs(groups), axis=-1, keepdims=True), floor, FLOAT32_MAX)
+
+
+def _split(x, group):
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // group, group)
+
+
+def _over_power(x, scale):
+    """x / scale for a power of two 2^-126 <= scale <= 2^126: exact, also where x is subnormal."""
+    inverse = _float(jnp.uint32(0x7F000000) - _bits(scale))
+    bits = _bits(x)
+    small = (bits & EXPONENT) == 0
+    # A device may read a subnormal as 0. Its mantissa, as an integer, is x * 2^149.
+    magnitude = (bits & MANTISSA).astype(jnp.float32) * 2.0**-23 * (inverse * 2.0**-126)
+    lifted = _float(_bits(magnitude) | (bits & SIGN))
+    return jnp.where(small, lifted, x * inverse)
+
+
+def quantize_fp8(x, group, *, power_of_two=True):
+    groups = _split(x, group)
+    scale = _amax(groups, 1e-4) * jnp.float32(1 / 448)
+    if power_of_two:
+        scale = pow2ceil(scale)
+        ratio = _over_power(groups, scale)
+    else:
+        ratio = groups / scale
+    values = jnp.clip(ratio, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    return values.reshape(x.shape), scale[..., 0]
+
+
+def _e2m1(x, scale):
+    """E2M1 codes of x / scale, rounded to nearest even, saturating at 6.
+
+    Comparing |x| with the products (boundary * scale), which are exact, gives what a correctly rounded division
+    followed by rounding gives, and needs no division.
+    """
+    magnitude = jnp.abs(x)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    # A tie goes to the even code: up to 2, 4 and 6, down to 0, 2, 4 and 6.
+    for boundary, tie_goes_up in ((0.25, 0), (0.75, 1), (1.25, 0), (1.75, 1), (2.5, 0), (3.5, 1), (5.0, 0)):
+        edge = boundary * scale
+        code += (magnitude >= edge if tie_goes_up else magnitude > edge).astype(jnp.uint8)
+    sign = (_bits(x) >> 31).astype(jnp.uint8)
+    return code | (sign << 3)
+
+
+def _pack(codes, shape):
+    codes = codes.reshape(*shape[:-1], shape[-1] // 2, 2)
+    return codes[..., 0] | (codes[..., 1] << 4)
+
+
+def quantize_mxfp4(x, group=32):
+    groups = _split(x, group)
+    scale = pow2ceil(_amax(groups, 6 * 2.0**-126) * jnp.float32(1 / 6))
+    # For a NaN group the exponent bits are 255, which is E8M0's NaN.
+    codes = _e2m1(_over_power(groups, scale), 1.0)
+    exponents = ((_bits(scale) & EXPONENT) >> 23).astype(jnp.uint8)
+    return _pack(codes, x.shape), exponents[..., 0]
+
+
+def quantize_nvfp4(x, group=16):
+    groups = _split(x, group)
+    amax = _amax(groups, 6 * 2.0**-9)
+    scale = jnp.minimum(_sixth(amax), FP8_MAX).astype(jnp.float8_e4m3fn)
+    codes = _e2m1(groups, scale.astype(jnp.float32))
+    return _pack(codes, x.shape), scale[..., 0]
+
+
+def _sixth(v):
+    """A float32 that rounds to E4M3 as v / 6 does, for 2^-20 < v: the quotient's leading bits, and a bit for the rest.
+
+    Integers, because a GPU's float32 division may be off by an ulp, which decides ties.
+    """
+    bits = _bits(v)
+    significand = (bits & MANTISSA) | ONE
+    quotient = ((significand // 6) << 1) | (significand % 6 != 0).astype(jnp.uint32)
+    power = _float((bits & EXPONENT) - jnp.uint32(24 << 23))  # 2^(e - 151): the significand is v * 2^(150 - e)
+    return jnp.where(jnp.isnan(v), v, quotient.astype(jnp.float32) * power)
+
+
+def e8m0_to_float32(codes):
+    bits = codes.astype(jnp.uint32) << 23
+    bits = jnp.where(codes == 0, jnp.uint32(0x00400000), bits)
+    return jnp.where(codes == 255, jnp.float32(jnp.nan), _float(bits))
+
+
+def unpack_fp4(packed):
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    magnitude = (codes & 7).astype(jnp.uint32)
+    # Codes 2..7 are 1.m * 2^e with one mantissa bit, so they are the top bits of a float32 from 1 on.
+    bits = jnp.where(magnitude >= 2, ((magnitude + 252) << 22), jnp.where(magnitude == 1, jnp.uint32(0x3F000000), 0))
+    return _float(bits | ((codes >> 3).astype(jnp.uint32) << 31))
+
+
+def _times_e8m0(values, exponents):
+    """values * 2^(exponents - 127), exact also where a result is subnormal.
+
+    `values` are float32 of few mantissa bits (FP8 or FP4), zero or normal; `exponents` uint8 broadcasts to them.
+    """
+    bits = _bits(values)
+    exponent = ((bits & EXPONENT) >> 23).astype(jnp.int32) + exponents.astype(jnp.int32) - 127
+    sign, mantissa = bits & SIGN, bits & MANTISSA
+    normal = (jnp.clip(exponent, 0, 254).astype(jnp.uint32) << 23) | mantissa
+    tiny = (mantissa | ONE) >> jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
+    product = jnp.where(exponent >= 255, EXPONENT, jnp.where(exponent >= 1, normal, tiny))
+    product = jnp.where((bits & ~SIGN) == 0, jnp.uint32(0), product)
+    nan = jnp.isnan(values) | (exponents == 255)
+    return jnp.where(nan, jnp.float32(jnp.nan), _float(product | sign))
+
+
+def _scaled(values, scales):
+    """float32 values times scales of the same shape or broadcasting to it, exact for E8M0."""
+    if scales.dtype == jnp.uint8:
+        return _times_e8m0(values, scales)
+    return values * scales.astype(jnp.float32)
+
+
+def dequantize_fp8(values, scales, dtype=jnp.float32):
+    groups = _split(values, values.shape[-1] // scales.shape[-1])
+    return _scaled(groups, scales[..., None]).reshape(values.shape).astype(dtype)
+
+
+def dequantize_fp4(packed, scales, dtype=jnp.float32):
+    return dequantize_fp8(unpack_fp4(packed), scales, dtype)
+
+
+def fake_quantize(x, kind):
+    name, group = kind.split("_")
+    if name == "fp8":
+        return dequantize_fp8(*quantize_fp8(x, int(group)), x.dtype)
+    quantize = {"mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4}[name]
+    return dequantize_fp4(*quantize(x, int(group)), x.dtype)
+
+
+def dequantize_weight(weight, scale, block, dtype):
+    if weight.dtype == jnp.uint8:
+        return dequantize_fp4(weight, scale, dtype)
+    out, width = weight.shape[-2:]
+    rows, columns = block
+    spread = jnp.repeat(jnp.repeat(scale, rows, axis=-2)[..., :out, :], columns, axis=-1)[..., :width]
+    return _scaled(weight.astype(jnp.float32), spread).astype(dtype)

@@ -1,0 +1,84 @@
+"""Exact top-k in plain JAX: lax.top_k on a key that encodes the rules.
+
+lax.top_k orders by bits (-0 below +0, NaN first) and gives equal keys to the lower index, so the key replaces -0 by
++0 and everything that must not be chosen by -inf.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+LAST = jnp.iinfo(jnp.int32).max
+FLOAT32_MAX = jnp.finfo(jnp.float32).max
+
+
+def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
+    key = _key(scores)
+    if lengths is not None:
+        key = jnp.where(jnp.arange(key.shape[-1]) < lengths[..., None], key, -jnp.inf)
+    width = min(k, key.shape[-1])
+    best, positions = lax.top_k(key, width)
+    valid = best != -jnp.inf
+    counts = jnp.sum(valid, axis=-1, dtype=jnp.int32)
+    positions, best = _ordered(jnp.where(valid, positions, LAST), best, order, return_scores)
+    padding = [(0, 0)] * (positions.ndim - 1) + [(0, k - width)]
+    positions = jnp.pad(positions, padding, constant_values=-1)
+    if not return_scores:
+        return positions, counts
+    return positions, counts, jnp.pad(best, padding, constant_values=-jnp.inf)
+
+
+def candidate_blocks(scores, lengths, topk_blocks, block_size):
+    total = scores.shape[-1]
+    blocks = -(-total // block_size)
+    lengths = jnp.minimum(lengths, total)[..., None]
+    visible = jnp.where(jnp.arange(total) < lengths, scores.astype(jnp.float32), -jnp.inf)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * block_size - total)]
+    visible = jnp.pad(visible, padding, constant_values=-jnp.inf)
+    best = jnp.max(visible.reshape(*scores.shape[:-1], blocks, block_size), axis=-1)
+    # +inf is the newest block's alone, so that no number of other pinned blocks can push it out.
+    best = jnp.where(jnp.isnan(best), FLOAT32_MAX, jnp.minimum(best, FLOAT32_MAX))
+    newest = (lengths - 1) // block_size
+    best = jnp.where((jnp.arange(blocks) == newest) & (lengths > 0), jnp.inf, best)
+    return top_k(best, min(topk_blocks, blocks))[0]
+
+
+def merge_top_k(scores, ids, k, *, order="position"):
+    key = _key(scores)
+    valid = (ids >= 0) & (key != -jnp.inf)
+    rows = ids.shape[1:-1]
+
+    def flat(array):  # [shards, ..., k] -> [..., shards * k]
+        return jnp.moveaxis(array, 0, -2).reshape(*rows, -1)
+
+    down = flat(jnp.where(valid, -_ascending(key), LAST))
+    _, ids = lax.sort((down, flat(jnp.where(valid, ids, LAST))), num_keys=2)
+    width = min(k, ids.shape[-1])
+    ids = ids[..., :width]
+    counts = jnp.sum(ids != LAST, axis=-1, dtype=jnp.int32)
+    ids, _ = _ordered(ids, None, order, False)
+    return jnp.pad(ids, [(0, 0)] * (ids.ndim - 1) + [(0, k - width)], constant_values=-1), counts
+
+
+def _key(scores):
+    scores = scores.astype(jnp.float32)
+    bits = lax.bitcast_convert_type(scores, jnp.uint32)
+    # By bits, because a device that flushes subnormals would call them equal to 0 too.
+    scores = jnp.where(bits == np.uint32(0x80000000), jnp.float32(0), scores)
+    return jnp.where(jnp.isnan(scores), -jnp.inf, scores)
+
+
+def _ascending(key):
+    """int32 that orders like the float32 key (no NaN, no -0), symmetric around 0 so that it can be negated."""
+    bits = lax.bitcast_convert_type(key, jnp.int32)
+    return jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _ordered(positions, scores, order, with_scores):
+    """Positions (LAST for none) in the asked order, then -1; scores along with them if asked."""
+    if order == "position":
+        if with_scores:
+            positions, scores = lax.sort((positions, scores), num_keys=1)
+        else:
+            positions = jnp.sort(positions, axis=-1)
+    return jnp.where(positions == LAST, -1, positions), scores
