@@ -16,13 +16,14 @@ _SHARD = re.compile(r"^(.*)-(\d+)-of-(\d{1,6})\.safetensors$")
 class Checkpoint:
     """What a folder holds. Nothing of a tensor has been read.
 
-    tensors: every whole or cut tensor that a readable header describes, by its name in the file.
+    tensors: every tensor that a readable header describes, by its name in the file; cut: those that are not whole.
     weight_map: tensor name -> file name, of the index, or of the headers where there is none (indexed = False).
     files / missing_files: the shards that belong to the checkpoint, by name; problems: sentences.
     """
 
     directory: Path
     tensors: dict[str, TensorInfo]
+    cut: frozenset[str]
     weight_map: dict[str, str]
     indexed: bool
     files: tuple[str, ...]
@@ -38,16 +39,14 @@ class Checkpoint:
     def counts(self) -> str:
         """Found and expected shards and tensors, in words."""
         shards = f"{len(self.files) - len(self.missing_files)} of {len(self.files)} shards found"
+        whole = self.tensors.keys() - self.cut
         if not self.indexed:
-            return f"{shards}, with {len(self.tensors)} tensors (there is no {INDEX} to say how many there should be)"
-        return f"{shards}, {sum(name in self.tensors for name in self.weight_map)} of {len(self.weight_map)} tensors found"
+            return f"{shards}, with {len(whole)} whole tensors (no {INDEX} says how many there should be)"
+        return f"{shards}, {len(whole & self.weight_map.keys())} of {len(self.weight_map)} tensors whole"
 
 
 def scan_checkpoint(directory: str | Path) -> Checkpoint:
-    """Reads the index and all headers in `directory`.
-
-    Raises ValueError only where there is nothing to scan: no such folder, or neither an index nor a shard in it.
-    """
+    """Reads the index and all headers in `directory`. Raises ValueError only where that is no folder."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a folder. Give the folder of a checkpoint in the official format.")
@@ -55,7 +54,7 @@ def scan_checkpoint(directory: str | Path) -> Checkpoint:
     problems: list[str] = []
     weight_map = _read_index(directory / INDEX, problems)
     if weight_map is None and not present:
-        raise ValueError(f"{directory} holds neither {INDEX} nor a .safetensors file. Is it a checkpoint's folder?")
+        problems.append(f"there is neither {INDEX} nor a .safetensors file")
 
     files = sorted(set(weight_map.values())) if weight_map is not None else _numbered(present)
     missing = [name for name in files if not (directory / name).is_file()]
@@ -67,11 +66,13 @@ def scan_checkpoint(directory: str | Path) -> Checkpoint:
         problems.append(f"{name} is missing{count}")
 
     tensors: dict[str, TensorInfo] = {}
+    cut: set[str] = set()
     for name in files:
         if name in missing:
             continue
         header = scan_file(directory / name)
         problems += header.problems
+        cut |= header.cut
         for tensor in header.tensors:
             other = tensors.get(tensor.name)
             if other is not None:
@@ -83,7 +84,7 @@ def scan_checkpoint(directory: str | Path) -> Checkpoint:
     indexed = weight_map is not None
     if weight_map is None:
         weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
-    return Checkpoint(directory, tensors, weight_map, indexed, tuple(files), tuple(missing), tuple(problems))
+    return Checkpoint(directory, tensors, frozenset(cut), weight_map, indexed, tuple(files), tuple(missing), tuple(problems))
 
 
 def _read_index(path: Path, problems: list[str]) -> dict[str, str] | None:

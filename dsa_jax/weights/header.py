@@ -60,11 +60,13 @@ class TensorInfo:
 
 @dataclasses.dataclass(frozen=True)
 class FileHeader:
-    """The tensors that a file's header describes, in file order, and what is wrong with the file."""
+    """The tensors that a file's header describes, in file order, those of them that the file ends before (cut), and
+    what is wrong with the file."""
 
     path: Path
-    tensors: tuple[TensorInfo, ...]
-    problems: tuple[str, ...]
+    tensors: tuple[TensorInfo, ...] = ()
+    cut: frozenset[str] = frozenset()
+    problems: tuple[str, ...] = ()
 
 
 def scan_file(path: Path) -> FileHeader:
@@ -75,19 +77,19 @@ def scan_file(path: Path) -> FileHeader:
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if len(prefix) < 8 or length > size - 8:
-                return FileHeader(path, (), (_cut_header(path, size, length),))
+                return FileHeader(path, problems=(_cut_header(path, size, length),))
             if length > LARGEST_HEADER:
                 sentence = f"{path.name} announces a header of {length} bytes; safetensors allows {LARGEST_HEADER}"
-                return FileHeader(path, (), (sentence + ". It is not a safetensors file.",))
+                return FileHeader(path, problems=(sentence + ". It is not a safetensors file.",))
             text = file.read(length)
     except OSError as error:
-        return FileHeader(path, (), (f"{path.name} cannot be read: {error}",))
+        return FileHeader(path, problems=(f"{path.name} cannot be read: {error}",))
     try:
         header = json.loads(text, object_pairs_hook=_Pairs)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        return FileHeader(path, (), (f"{path.name} has a header that is not JSON ({error}). It is damaged.",))
+        return FileHeader(path, problems=(f"{path.name} has a header that is not JSON ({error}). It is damaged.",))
     if not isinstance(header, _Pairs):
-        return FileHeader(path, (), (f"{path.name} has a header that is no JSON object. It is damaged.",))
+        return FileHeader(path, problems=(f"{path.name} has a header that is no JSON object. It is damaged.",))
 
     tensors, problems = [], []
     start = 8 + length
@@ -105,8 +107,9 @@ def scan_file(path: Path) -> FileHeader:
         else:
             problems.append(found)
     tensors.sort(key=lambda tensor: tensor.offset)
-    problems += _layout_problems(path, tensors, start, size)
-    return FileHeader(path, tuple(tensors), tuple(problems))
+    cut = frozenset(tensor.name for tensor in tensors if tensor.offset + tensor.nbytes > size)
+    problems += _layout_problems(path, tensors, len(cut), start, size)
+    return FileHeader(path, tuple(tensors), cut, tuple(problems))
 
 
 class _Pairs:
@@ -147,7 +150,7 @@ def _is_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
 
 
-def _layout_problems(path: Path, tensors: list[TensorInfo], start: int, size: int) -> list[str]:
+def _layout_problems(path: Path, tensors: list[TensorInfo], cut: int, start: int, size: int) -> list[str]:
     """Overlaps, and bytes that are missing at the end of the file or too many. `tensors` by offset."""
     problems = []
     end = start
@@ -158,8 +161,7 @@ def _layout_problems(path: Path, tensors: list[TensorInfo], start: int, size: in
         if tensor.offset + tensor.nbytes >= end:
             end, before = tensor.offset + tensor.nbytes, tensor
     if size < end:
-        beyond = sum(tensor.offset + tensor.nbytes > size for tensor in tensors)
-        problems.append(f"{path.name} is cut: {end - size} of {end} bytes are missing ({beyond} tensors not whole)")
+        problems.append(f"{path.name} is cut: {end - size} of {end} bytes are missing ({cut} tensors not whole)")
     elif size > end and tensors:
         problems.append(f"{path.name} holds {size - end} bytes more than its header describes. It is damaged.")
     return problems

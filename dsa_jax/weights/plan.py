@@ -77,6 +77,8 @@ def make_plan(abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Pat
     checkpoint = scan_checkpoint(directory)
     problems = _Problems()
     problems.add_all("files", checkpoint.problems)
+    if not checkpoint.files:
+        problems.refuse(checkpoint)
     found, notes = _by_parameter(checkpoint, problems)
     unreadable = {names.target(names.official_name(name)).path for name in checkpoint.unreadable}
 

@@ -1,0 +1,135 @@
+"""Bytes: of a checkpoint by part, of the caches for a context, of one device among several.
+
+Computed from a config and tensor sizes alone; nothing is allocated. All numbers are bytes.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+
+from dsa_jax.config import V41Config
+from dsa_jax.layer_plan import draft_plan, layer_plan
+
+LEFT_OUT = "vision (left out)"
+
+# Part of the model by official tensor name; the first pattern that matches decides.
+_PARTS = tuple(
+    (re.compile(pattern), part)
+    for pattern, part in (
+        (r"^(vision|aligner)\.", LEFT_OUT),
+        (r"^mtp\.", "draft"),
+        (r"\.engram\.", "engram"),
+        (r"^embed\.|^image_", "embedding"),
+        (r"^head\.", "head"),
+        (r"\.attn\.compressor\.", "compressor"),
+        (r"\.attn\.indexer\.", "indexer"),
+        (r"\.ffn\.experts\.", "experts"),
+        (r"\.ffn\.shared_experts\.", "shared experts"),
+        (r"\.ffn\.gate\.", "router"),
+        (r"\.hc_(attn|ffn)_", "mHC"),
+        (r"\.attn\.", "attention"),
+        (r"norm\.weight$", "norms"),
+    )
+)
+OTHER = "other"
+
+# What several devices divide among them: tensor name -> the config's count of whole units. The rest is replicated.
+_DIVIDED = tuple(
+    (re.compile(pattern), unit)
+    for pattern, unit in (
+        (r"^(embed|head)\.weight$|\.markov_head\.(embed|head)\.", "vocab_size"),
+        (r"^mtp\..*\.ffn\.experts\.", "dspark_n_routed_experts"),
+        (r"\.ffn\.experts\.", "n_routed_experts"),
+        (r"\.indexer\.(wq_b|weights_proj)\.", "index_n_heads"),
+        (r"\.attn\.(wq_b\.|attn_sink$)", "num_attention_heads"),
+        (r"\.attn\.wo_[ab]\.", "o_groups"),
+    )
+)
+_ENGRAM_TABLE = re.compile(r"^layers\.(\d+)\.engram\.embed\.")
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBytes:
+    """The caches of `batch` requests of `context` tokens each, in the records of the released arithmetic.
+
+    Rows of width d: window d + d/32 (MXFP8), compressed d/2 + d/16 (NVFP4), index key d/2 + d/32 (MXFP4). per_token is
+    what one more token adds to one request.
+    """
+
+    per_token: float
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def part_of(name: str) -> str:
+    """The part of the model that the tensor of official name `name` belongs to."""
+    return next((part for pattern, part in _PARTS if pattern.search(name)), OTHER)
+
+
+def part_names() -> tuple[str, ...]:
+    """All parts in the order of the tables."""
+    order = ("embedding", "attention", "compressor", "indexer", "experts", "shared experts", "router", "mHC", "norms")
+    return (*order, "engram", "draft", "head", LEFT_OUT, OTHER)
+
+
+def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
+    """The caches for `batch` requests of `context` tokens. Raises ValueError for sizes that the model does not take."""
+    if not 1 <= context <= config.max_position_embeddings:
+        raise ValueError(f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings).")
+    if batch < 1:
+        raise ValueError(f"batch = {batch} must be at least 1.")
+    width, index = config.head_dim, config.index_head_dim
+    window_row, compressed_row, index_row = width + width // 32, width // 2 + width // 16, index // 2 + index // 32
+    plan = layer_plan(config)
+    ratios = [role.ratio for role in plan if role.mode == "full"]
+    rows = sum(context // ratio for ratio in ratios)
+    parts = {
+        "window rows": len(plan) * config.sliding_window * window_row,
+        "compressed KV": rows * compressed_row,
+        "index keys": rows * index_row,
+        # Keys and gates of a group's tokens until it is complete, float32.
+        "open groups": sum(2 * ratio * width * 4 for ratio in ratios if ratio > 1),
+        "Engram ids": 4 * (config.engram_max_ngram_size - 1) if config.engram_layer_ids else 0,
+        "draft window rows": len(draft_plan(config)) * config.sliding_window * window_row,
+    }
+    per_token = sum((compressed_row + index_row) / ratio for ratio in ratios)
+    return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})
+
+
+def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devices: int) -> int:
+    """Bytes of weights on the fullest of `devices` devices. sizes: official tensor names and their bytes.
+
+    Experts, heads, vocabulary rows and Engram rows are divided, whole units at a time; the rest is on every device.
+    Tensors that are not loaded do not count.
+    """
+    divided: collections.Counter[int] = collections.Counter()
+    replicated = 0
+    for name, size in sizes:
+        units = _units(config, name)
+        if part_of(name) == LEFT_OUT:
+            continue
+        if units == 1:
+            replicated += size
+        else:
+            divided[units] += size
+    return replicated + sum(-(-size * -(-units // devices) // units) for units, size in divided.items())
+
+
+def _units(config: V41Config, name: str) -> int:
+    table = _ENGRAM_TABLE.match(name)
+    if table is not None and int(table[1]) in config.engram_layer_ids:
+        return config.engram_num_embeddings[config.engram_layer_ids.index(int(table[1]))]
+    return next((getattr(config, unit) for pattern, unit in _DIVIDED if pattern.search(name)), 1)
+
+
+def human(size: float) -> str:
+    """`size` bytes with a binary unit."""
+    units = ("B", "KiB", "MiB", "GiB")
+    step = 0
+    while size >= 1024 and step < len(units) - 1:
+        size, step = size / 1024, step + 1
+    return f"{size:,.2f} {units[step]}" if step else f"{size:.0f} B"
