@@ -21,7 +21,17 @@ from pallas_kernels.quantize import (
     quantize_nvfp4,
     unpack_fp4,
 )
-from pallas_kernels.records import IndexFP8, IndexMXFP4, Model1, PagedRows, Plain, V32, V41MXFP8, V41NVFP4
+from pallas_kernels.records import (
+    IndexFP8,
+    IndexMXFP4,
+    Model1,
+    PagedRows,
+    Plain,
+    RecordFormat,
+    V32,
+    V41MXFP8,
+    V41NVFP4,
+)
 from pallas_kernels.select import Selection, select
 from pallas_kernels.slots import positions_to_slots
 from pallas_kernels.sparse_attention import sparse_attention

@@ -8,6 +8,7 @@ and the memory plan all ask it. Source: the cache layouts of FlashMLA and DeepGE
 inside a page the fields of MODEL1 and of the index keys lie apart.
 """
 
+import abc
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -27,15 +28,17 @@ class Field(NamedTuple):
     size: int
 
 
-class Format:
-    """What all byte formats share. A format gives `width`, `sizes`, `encode` and `decode`."""
+class RecordFormat(abc.ABC):
+    """What all formats share. A format gives `width`, `sizes`, `encode` and `decode`."""
+
+    width: int
 
     alignment = 1  # page strides are multiples of this many bytes
 
     @property
+    @abc.abstractmethod
     def sizes(self) -> tuple[int, ...]:
         """Bytes of every field of a row."""
-        raise NotImplementedError
 
     @property
     def row_bytes(self) -> int:
@@ -54,10 +57,18 @@ class Format:
         """The least page stride in bytes, alignment included."""
         return -(-page_size * self.row_bytes // self.alignment) * self.alignment
 
+    @abc.abstractmethod
+    def encode(self, x: Float[Array, "*s width"]) -> Shaped[Array, "*s stored"]:
+        """Rows of `width` values as they are stored: uint8 [..., row_bytes], except for `Plain`."""
+
+    @abc.abstractmethod
+    def decode(self, rows: Shaped[Array, "*s stored"], dtype=jnp.float32) -> Float[Array, "*s width"]:
+        """Stored rows as `dtype`."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Plain:
-    """Rows of `width` values of `dtype`, as they are."""
+class Plain(RecordFormat):
+    """Rows of `width` values of `dtype`, as they are. Its pages hold values, not bytes."""
 
     width: int
     dtype: Any
@@ -67,13 +78,9 @@ class Plain:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes that a row takes."""
-        return self.width * self.dtype.itemsize
-
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of a page."""
-        return page_size * self.row_bytes
+    def sizes(self) -> tuple[int, ...]:
+        """One contiguous field."""
+        return (self.width * self.dtype.itemsize,)
 
     def encode(self, x: Float[Array, "*s width"]) -> Float[Array, "*s width"]:
         """`x` in the dtype of the format (no bytes)."""
@@ -86,7 +93,7 @@ class Plain:
 
 
 @dataclasses.dataclass(frozen=True)
-class V32(Format):
+class V32(RecordFormat):
     """V3.2 latent rows, 656 bytes: `latent` values in FP8, a float32 scale per 128, `rope` values in bf16.
 
     Row-contiguous. Scales are written as powers of two and read as any positive float32.
@@ -124,7 +131,7 @@ class V32(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class Model1(Format):
+class Model1(RecordFormat):
     """V4 rows, 584 bytes: FP8 with an E8M0 scale per 64 for all but the last `rope` values, which are bf16.
 
     The scales of a page lie behind all its rows, padded to 8 bytes a row; page strides are multiples of `alignment` =
@@ -165,7 +172,7 @@ class Model1(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class V41MXFP8(Format):
+class V41MXFP8(RecordFormat):
     """V4.1 window rows, 528 bytes at width 512: all values in FP8 with an E8M0 scale per 32. Row-contiguous.
 
     The Blackwell kernels that read this record want page strides that are multiples of 512 bytes; `alignment` says so
@@ -197,7 +204,7 @@ class V41MXFP8(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class V41NVFP4(Format):
+class V41NVFP4(RecordFormat):
     """V4.1 compressed rows, 288 bytes at width 512: FP4 with an E4M3 scale per 16. Row-contiguous."""
 
     width: int = 512
@@ -222,7 +229,7 @@ class V41NVFP4(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexFP8(Format):
+class IndexFP8(RecordFormat):
     """Indexer keys, 132 bytes at width 128: FP8 with one float32 scale a row, planar in a page (all values first)."""
 
     width: int = 128
@@ -249,7 +256,7 @@ class IndexFP8(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class IndexMXFP4(Format):
+class IndexMXFP4(RecordFormat):
     """Indexer keys, 68 bytes at width 128: FP4 with an E8M0 scale per 32, planar in a page (all values first)."""
 
     width: int = 128
@@ -283,11 +290,11 @@ class PagedRows:
     """
 
     pages: Any
-    format: Any = dataclasses.field(metadata={"static": True})
+    format: RecordFormat = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
-    def zeros(cls, format, num_pages: int, page_size: int) -> "PagedRows":
+    def zeros(cls, format: RecordFormat, num_pages: int, page_size: int) -> "PagedRows":
         """An empty cache."""
         checks.positive("num_pages", num_pages)
         checks.positive("page_size", page_size)
