@@ -1,0 +1,205 @@
+"""The command line: demo, generate, inspect, numerics."""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+REFUSED = 2  # exit status where the request itself cannot be met
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit status. Problems of the caller's making are one sentence on stderr."""
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for chatty in ("jax", "absl"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, NotImplementedError, OSError) as problem:
+        print(f"dsa-jax: {problem}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dsa-jax", description="DeepSeek's sparse attention in JAX.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub
+
+    demo = command("demo", _demo, "Write a small random V4.1 checkpoint, load it and generate from it.")
+    demo.add_argument("--directory", type=Path, help="keep the checkpoint here (default: a temporary folder)")
+    demo.add_argument("--max-new-tokens", type=int, default=48)
+
+    generate = command("generate", _generate, "Load a checkpoint and write tokens.")
+    generate.add_argument("checkpoint", type=Path)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text; the begin-of-sequence token is put in front")
+    prompt.add_argument("--tokens", help="token ids, separated by commas, taken as they are")
+    generate.add_argument("--max-new-tokens", type=int, default=64)
+    _mode(generate)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--stop", type=int, action="append", help="stop token id (default: end of sequence); repeatable")
+    generate.add_argument("--every", type=int, default=8, help="decode steps in one compiled call")
+
+    inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
+    inspect.add_argument("checkpoint", type=Path)
+    inspect.add_argument("--context", type=int, default=131072, help="tokens a request may hold")
+    inspect.add_argument("--batch", type=int, default=1, help="requests at once")
+    inspect.add_argument("--json", type=Path, help="write the report here too")
+
+    numerics = command("numerics", _numerics, "Compare a model with a golden file of DeepSeek's own code.")
+    numerics.add_argument("checkpoint", type=Path)
+    numerics.add_argument("golden", type=Path)
+    numerics.add_argument("--mode", choices=("f32", "f32q", "bf16"), help="default: by the file's name")
+    numerics.add_argument("--json", type=Path, help="write every tensor's verdict here")
+    return parser
+
+
+def _mode(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mode", choices=("f32", "f32q", "bf16"), default="bf16", help="numerics mode (default: bf16)")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from dsa_jax.demo import write_demo_checkpoint
+
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = arguments.directory or Path(scratch) / "demo-checkpoint"
+        write_demo_checkpoint(directory)
+        print(f"A random DeepSeek-V4.1 checkpoint in the official format: {directory}\n")
+        _print_report(directory, context=4096, batch=1)
+        prompt = "The index finds what attention reads."
+        print(f"\nPrompt: {prompt!r}. The weights are random, so what follows is noise, but the same noise every time.\n")
+        return _write_tokens(directory, "bf16", _encode(directory, prompt), arguments.max_new_tokens, {})
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    if arguments.tokens is None:
+        tokens = _encode(arguments.checkpoint, arguments.prompt)
+    else:
+        try:
+            tokens = [int(t) for t in arguments.tokens.split(",")]
+        except ValueError:
+            raise ValueError(f"--tokens {arguments.tokens!r} is not a list of token ids such as 0,5,17.") from None
+    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    options = {"stop_ids": arguments.stop, "every": arguments.every}
+    return _write_tokens(arguments.checkpoint, arguments.mode, tokens, arguments.max_new_tokens, options, sampling)
+
+
+def _write_tokens(
+    directory: Path, mode: str, tokens: list[int], max_new_tokens: int, options: dict, sampling: dict | None = None
+) -> int:
+    from dsa_jax.decode import stream
+    from dsa_jax.loading import load_model
+    from dsa_jax.sampling import Sampling
+
+    settings = Sampling.of(1, **(sampling or {}))
+    lm = load_model(directory, mode)
+    text = _TextStream(directory)
+    started, first, count = time.perf_counter(), None, 0
+    for (new,) in stream(lm, [tokens], max_new_tokens, sampling=settings, **options):
+        print(text.add(new), end="", flush=True)
+        count += len(new)
+        if first is None:
+            first, counted_first = time.perf_counter(), count
+    ended = time.perf_counter()
+    print(text.rest())
+    later, seconds = count - counted_first, ended - first
+    rate = f"; then {later} tokens at {later / seconds:.1f} tokens/s" if later and seconds else ""
+    print(
+        f"\n{len(tokens)} prompt tokens; {counted_first} tokens after {first - started:.1f} s, compilation included{rate}."
+    )
+    return 0
+
+
+def _tokenizer(directory: Path):
+    from tokenizers import Tokenizer
+
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"{directory} has no tokenizer.json. Download it, or give token ids with --tokens.")
+    return Tokenizer.from_file(str(path))
+
+
+def _encode(directory: Path, prompt: str) -> list[int]:
+    from dsa_jax.config import load_config
+
+    begin = load_config(directory).bos_token_id
+    ids = _tokenizer(directory).encode(prompt, add_special_tokens=False).ids
+    return ids if ids[:1] == [begin] else [begin, *ids]
+
+
+class _TextStream:
+    """Token ids -> text, piece by piece; a character whose bytes are not all there yet is held back."""
+
+    def __init__(self, directory: Path):
+        self.tokenizer, self.ids, self.written = _tokenizer(directory), [], 0
+
+    def add(self, ids: list[int]) -> str:
+        self.ids += ids
+        return self._take(self.tokenizer.decode(self.ids).rstrip("\ufffd"))
+
+    def rest(self) -> str:
+        return self._take(self.tokenizer.decode(self.ids))
+
+    def _take(self, text: str) -> str:
+        new, self.written = text[self.written :], max(self.written, len(text))
+        return new
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    report = _print_report(arguments.checkpoint, arguments.context, arguments.batch)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report.as_dict(), indent=1))
+    return 0
+
+
+def _print_report(directory: Path, context: int, batch: int):
+    from dsa_jax.inspect import inspect_checkpoint
+
+    report = inspect_checkpoint(directory, context=context, batch=batch)
+    print("\n".join(report.lines()))
+    return report
+
+
+def _numerics(arguments: argparse.Namespace) -> int:
+    from tqdm import tqdm
+
+    from dsa_jax import compare, golden
+    from dsa_jax.loading import load_model
+
+    cases = golden.read_cases(arguments.golden)
+    mode = arguments.mode or golden.mode_of_file(arguments.golden)
+    lm = load_model(arguments.checkpoint, mode)
+    rows = []
+    for case in cases:
+        with tqdm(total=len(case.fed), desc=case.prefix.rstrip(".") or "compare", unit="step") as bar:
+            for progress, ours in golden.run_case(lm, case):
+                bar.set_postfix_str(progress)
+                bar.update(not ours)
+        rows += compare.compare_case(case, ours, mode)
+    print(f"{arguments.golden.name} in mode {mode}")
+    print("\n".join(compare.table(rows)))
+    failed = sum(row.ok is False for row in rows)
+    judged = sum(row.ok is not None for row in rows)
+    print(f"{judged - failed} of {judged} judged tensors are within the tolerances ({len(rows)} compared).")
+    if arguments.json:
+        result = {"golden": arguments.golden.name, "mode": mode, "ok": not failed, "tensors": [r.as_dict() for r in rows]}
+        arguments.json.write_text(json.dumps(result, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

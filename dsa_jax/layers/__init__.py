@@ -1,0 +1,1 @@
+"""The parts of a decoder, each an NNX module whose forward is a pure function of its arguments."""

@@ -1,0 +1,85 @@
+"""Single-pass manifold-constrained hyper-connections (mHC): the residual stream in several copies.
+
+A sub-layer reads one mix of the copies and writes back to all of them. The mix it reads was computed by the
+sub-layer before it (the first reads copy 0): see `decoder.Block` (spec deepseek-v41 section 4).
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from dsa_jax.layers.norm import inverse_rms
+from dsa_jax.numerics import Numerics, f32, matmul
+
+
+Mixes = tuple[Float[Array, "*rows c"], Float[Array, "*rows c"], Float[Array, "*rows c c"]]  # pre, post, comb
+
+
+def mixes(
+    stream: Float[Array, "*rows c d"],
+    fn: Float[Array, "n cd"],
+    scale: Float[Array, " 3"],
+    base: Float[Array, " n"],
+    *,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> Mixes:
+    """The mixes of a sub-layer from its un-collapsed input stream, in float32.
+
+    One statistic over all copies normalises the product, not the input.
+    """
+    x = f32(stream).reshape(*stream.shape[:-2], -1)
+    return split_mixes(
+        matmul(x, fn) * inverse_rms(x, norm_eps), scale, base, copies=stream.shape[-2], iterations=iterations, eps=eps
+    )
+
+
+def split_mixes(
+    values: Float[Array, "*rows n"],
+    scale: Float[Array, " 3"],
+    base: Float[Array, " n"],
+    *,
+    copies: int,
+    iterations: int,
+    eps: float,
+) -> Mixes:
+    """pre (to read), post (to write), comb (old copy first, new copy second; nearly doubly stochastic by Sinkhorn)."""
+    c = copies
+    pre = jax.nn.sigmoid(values[..., :c] * scale[0] + base[:c]) + eps
+    post = 2 * jax.nn.sigmoid(values[..., c : 2 * c] * scale[1] + base[c : 2 * c])
+    comb = (values[..., 2 * c :] * scale[2] + base[2 * c :]).reshape(*values.shape[:-1], c, c)
+    comb = jax.nn.softmax(comb, axis=-1) + eps
+    comb = comb / (comb.sum(-2, keepdims=True) + eps)
+
+    def normalize(_, comb):
+        comb = comb / (comb.sum(-1, keepdims=True) + eps)
+        return comb / (comb.sum(-2, keepdims=True) + eps)
+
+    return pre, post, jax.lax.fori_loop(0, iterations - 1, normalize, comb)
+
+
+def collapse(
+    stream: Float[Array, "*rows c d"], mix: Float[Array, "*rows c"], numerics: Numerics
+) -> Float[Array, "*rows d"]:
+    """The mix of the copies that a sub-layer reads; float32 sum, rounded once."""
+    return numerics.round(jnp.sum(mix[..., None] * f32(stream), axis=-2))
+
+
+def expand(
+    y: Float[Array, "*rows d"],
+    stream: Float[Array, "*rows c d"],
+    post: Float[Array, "*rows c"],
+    comb: Float[Array, "*rows c c"],
+    numerics: Numerics,
+) -> Float[Array, "*rows c d"]:
+    """New copies: copy k = post[k]·y + Σ_j comb[j,k]·old copy j; float32 sum, rounded once."""
+    old = jnp.sum(comb[..., None] * f32(stream)[..., None, :], axis=-3)
+    return numerics.round(post[..., None] * f32(y)[..., None, :] + old)
+
+
+def start_stream(x: Float[Array, "*rows d"], copies: int) -> tuple[Float[Array, "*rows c d"], Float[Array, "*rows c"]]:
+    """The stream of equal copies of the embeddings, and the first mix (copy 0 alone)."""
+    stream = jnp.repeat(x[..., None, :], copies, axis=-2)
+    mix = jnp.broadcast_to(jnp.eye(1, copies, dtype=jnp.float32)[0], (*x.shape[:-1], copies))
+    return stream, mix

@@ -1,0 +1,58 @@
+"""Linear layers: weights as the checkpoint stores them, dequantised where they are used."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from dsa_jax import ops
+from dsa_jax.numerics import Numerics, f32, matmul
+
+FP4_SCALE_BLOCK = (1, 32)
+
+
+class Linear(nnx.Module):
+    """An unquantised linear without bias: y = x · Wᵀ, rounded once. Weight bf16 [out, in]."""
+
+    def __init__(self, out_features: int, in_features: int):
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.bfloat16))
+
+    def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
+        return numerics.round(matmul(x, self.weight[...].astype(x.dtype)))
+
+    def in_float32(self, x: Float[Array, "*rows i"]) -> Float[Array, "*rows o"]:
+        """The same product on float32 operands, result not rounded (routing, pooling, heads)."""
+        return matmul(f32(x), f32(self.weight[...]))
+
+
+class QuantizedLinear(nnx.Module):
+    """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups of 32.
+
+    Products of quantised values accumulate in float32 and are rounded once (spec deepseek-v41 section 3.4).
+    """
+
+    def __init__(self, out_features: int, in_features: int, block: tuple[int, int]):
+        self.block = block
+        tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
+        self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float8_e4m3fn))
+        self.scale = nnx.Param(jnp.zeros(tiles, jnp.uint8))
+
+    def dequantized(self, numerics: Numerics) -> Float[Array, "o i"]:
+        """The weight in the result dtype."""
+        return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
+
+    def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
+        return numerics.round(matmul(numerics.fake(x, "fp8_32"), self.dequantized(numerics)))
+
+
+class ExpertLinears(nnx.Module):
+    """The same FP4 linear of every expert: packed weight uint8 [E, out, in/2], scales E8M0 [E, out, in/32]."""
+
+    def __init__(self, experts: int, out_features: int, in_features: int):
+        self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features // 2), jnp.uint8))
+        self.scale = nnx.Param(jnp.zeros((experts, out_features, in_features // 32), jnp.uint8))
+
+    def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
+        """The linear of one expert (a traced index): only its weight is dequantised."""
+        weight, scale = self.weight[...][expert], self.scale[...][expert]
+        dense = ops.dequantize_weight(weight, scale, FP4_SCALE_BLOCK, numerics.dtype)
+        return numerics.round(matmul(numerics.fake(x, "fp8_32"), dense))

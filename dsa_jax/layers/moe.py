@@ -1,0 +1,169 @@
+"""Mixture of experts: routing by sqrt-softplus scores with a selection bias, FP4 routed experts, one shared expert."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from dsa_jax import ops
+from dsa_jax.config import V41Config
+from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
+from dsa_jax.numerics import Numerics, f32, matmul
+from dsa_jax.tap import Tap
+
+LARGEST_TILE = 128  # rows of one expert computed together: enough to keep a matrix unit busy
+
+
+class Gate(nnx.Module):
+    """Router weights: weight bf16 [E, D]; bias and bias_vl (for image positions) float32 [E]."""
+
+    def __init__(self, experts: int, width: int):
+        self.weight = nnx.Param(jnp.zeros((experts, width), jnp.bfloat16))
+        self.bias = nnx.Param(jnp.zeros((experts,), jnp.float32))
+        self.bias_vl = nnx.Param(jnp.zeros((experts,), jnp.float32))
+
+
+def route(
+    x: Float[Array, "T d"],
+    weight: Float[Array, "E d"],
+    bias: Float[Array, "T E"] | None,
+    k: int,
+    *,
+    scoring_func: str,
+    routed_scaling_factor: float,
+) -> tuple[Int32[Array, "T k"], Float[Array, "T k"]]:
+    """Expert ids in descending biased score (ties: lower id) and their weights from the unbiased scores, float32.
+
+    With more than one expert per token the weights are normalised to sum to the scaling factor.
+    """
+    logits = matmul(f32(x), f32(weight))
+    if scoring_func == "sqrtsoftplus":
+        # The reference's softplus is linear above 20.
+        scores = jnp.sqrt(jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20)))))
+    elif scoring_func == "softmax":
+        scores = jax.nn.softmax(logits, axis=-1)
+    else:
+        scores = jax.nn.sigmoid(logits)
+    _, chosen = lax.top_k(scores if bias is None else scores + bias, k)
+    weights = jnp.take_along_axis(scores, chosen, axis=-1)
+    if k > 1:
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return chosen.astype(jnp.int32), weights * routed_scaling_factor
+
+
+def swiglu(
+    gate: Float[Array, "T f"], up: Float[Array, "T f"], limit: float, weight: Float[Array, "T 1"] | None
+) -> Float[Array, "T f"]:
+    """silu(min(gate, limit)) · clip(up, ±limit) · weight, in float32: the clamps come before the product.
+
+    A limit of 0 means no clamp.
+    """
+    gate, up = f32(gate), f32(up)
+    if limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    a = jax.nn.silu(gate) * up
+    return a if weight is None else a * weight
+
+
+class SharedExpert(nnx.Module):
+    """The expert that every token passes through: FP8 linears w1 (gate), w3 (up), w2 (down)."""
+
+    def __init__(self, width: int, inner: int, block: tuple[int, int], limit: float):
+        self.limit = limit
+        self.w1 = QuantizedLinear(inner, width, block)
+        self.w2 = QuantizedLinear(width, inner, block)
+        self.w3 = QuantizedLinear(inner, width, block)
+
+    def __call__(self, x: Float[Array, "T d"], numerics: Numerics) -> Float[Array, "T d"]:
+        a = swiglu(self.w1(x, numerics), self.w3(x, numerics), self.limit, None)
+        return self.w2(numerics.round(a), numerics)
+
+
+class Experts(nnx.Module):
+    """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down)."""
+
+    def __init__(self, experts: int, width: int, inner: int, limit: float):
+        self.experts, self.limit = experts, limit
+        self.w1 = ExpertLinears(experts, inner, width)
+        self.w2 = ExpertLinears(experts, width, inner)
+        self.w3 = ExpertLinears(experts, inner, width)
+
+    def __call__(
+        self,
+        x: Float[Array, "T d"],
+        chosen: Int32[Array, "T k"],
+        weights: Float[Array, "T k"],
+        valid: Bool[Array, " T"],
+        numerics: Numerics,
+    ) -> Float[Array, "T d"]:
+        """Σ over the chosen experts of expert(x)·weight: float32 sum in ascending expert id, not rounded.
+
+        (Token, expert) pairs are sorted by expert and cut into tiles that belong to one expert each; one tile's
+        weights are dequantised at a time. Rows that are not valid are left out and give 0.
+        """
+        (T, d), k, E = x.shape, chosen.shape[1], self.experts
+        tile = min(LARGEST_TILE, 1 << (-(-T * k // E) - 1).bit_length())
+        expert_of = jnp.where(valid[:, None], chosen, E).reshape(-1)
+        order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
+        sizes = jnp.bincount(expert_of, length=E)
+        ends = jnp.cumsum(sizes)
+        last_tile = jnp.cumsum(-(-sizes // tile))
+
+        def one_tile(i, pairs_out):
+            e = jnp.searchsorted(last_tile, i, side="right")
+            first = ends[e] - sizes[e]
+            tiles_before = last_tile[e] - (-(-sizes[e] // tile))
+            place = first + (i - tiles_before) * tile + jnp.arange(tile)
+            pair = jnp.where(place < ends[e], ops.gather_rows(order, place), -1)
+            token = jnp.where(pair < 0, -1, pair // k)
+            rows = ops.gather_rows(x, token)
+            weight = ops.gather_rows(weights.reshape(-1), pair)[:, None]
+            a = swiglu(self.w1.one(e, rows, numerics), self.w3.one(e, rows, numerics), self.limit, weight)
+            return ops.scatter_rows(pairs_out, pair, self.w2.one(e, numerics.round(a), numerics))
+
+        # The trip count is data: only tiles that hold a pair are computed.
+        out = lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros((T * k, d), numerics.dtype)).reshape(T, k, d)
+        out = jnp.take_along_axis(out, jnp.argsort(chosen, axis=-1)[..., None], axis=1)
+        y = jnp.zeros((T, d), jnp.float32)
+        for i in range(k):
+            y = y + f32(out[:, i])
+        return y
+
+
+class MoE(nnx.Module):
+    """Gate, routed experts and shared expert of one layer."""
+
+    def __init__(self, config: V41Config, experts: int, k: int):
+        self.k = k
+        self.scoring_func = config.scoring_func
+        self.routed_scaling_factor = config.routed_scaling_factor
+        width, inner, limit = config.hidden_size, config.moe_intermediate_size, config.swiglu_limit
+        self.gate = Gate(experts, width)
+        self.experts = Experts(experts, width, inner, limit)
+        self.shared_experts = SharedExpert(
+            width, inner * config.n_shared_experts, config.weight_block_size, limit
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "*rows d"],
+        valid: Bool[Array, "*rows"],
+        is_image: Bool[Array, "*rows"] | None,
+        numerics: Numerics,
+        tap: Tap | None = None,
+    ) -> Float[Array, "*rows d"]:
+        """Routed sum plus shared expert, float32, rounded once. Image positions are routed with bias_vl."""
+        shape, x = x.shape, x.reshape(-1, x.shape[-1])
+        bias = self.gate.bias[...]
+        if is_image is not None:
+            bias = jnp.where(is_image.reshape(-1, 1), self.gate.bias_vl[...], bias)
+        chosen, weights = route(
+            x, self.gate.weight[...], bias, self.k,
+            scoring_func=self.scoring_func, routed_scaling_factor=self.routed_scaling_factor,
+        )  # fmt: skip
+        if tap is not None:
+            tap("gate_indices", chosen.reshape(*shape[:-1], self.k))
+            tap("gate_weights", weights.reshape(*shape[:-1], self.k))
+        routed = self.experts(x, chosen, weights, valid.reshape(-1), numerics)
+        return numerics.round(routed + f32(self.shared_experts(x, numerics))).reshape(shape)

@@ -1,0 +1,24 @@
+"""RMSNorm."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from dsa_jax.numerics import Numerics, f32
+
+
+class RMSNorm(nnx.Module):
+    """w · x / sqrt(mean(x²) + eps) over the last axis, in float32, rounded once. Weight bf16."""
+
+    def __init__(self, width: int, eps: float):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.zeros((width,), jnp.bfloat16))
+
+    def __call__(self, x: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows d"]:
+        return numerics.round(f32(self.weight[...]) * (f32(x) * inverse_rms(x, self.eps)))
+
+
+def inverse_rms(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows 1"]:
+    """1 / sqrt(mean(x²) + eps) over the last axis, in float32."""
+    return lax.rsqrt(jnp.mean(jnp.square(f32(x)), axis=-1, keepdims=True) + eps)

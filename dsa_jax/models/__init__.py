@@ -1,0 +1,1 @@
+"""Whole models: embed, layers by plan, head."""

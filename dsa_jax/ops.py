@@ -1,0 +1,41 @@
+"""The one bridge from the models to the kernels."""
+
+from pallas_kernels import (
+    Candidates,
+    IndexMXFP4,
+    PagedRows,
+    Plain,
+    RecordFormat,
+    Selection,
+    V41MXFP8,
+    V41NVFP4,
+    dequantize_weight,
+    expand_candidates,
+    fake_quantize,
+    gather_rows,
+    paged_indexer_logits,
+    positions_to_slots,
+    scatter_rows,
+    select,
+    sparse_decode,
+)
+
+__all__ = [
+    "Candidates",
+    "IndexMXFP4",
+    "PagedRows",
+    "Plain",
+    "RecordFormat",
+    "Selection",
+    "V41MXFP8",
+    "V41NVFP4",
+    "dequantize_weight",
+    "expand_candidates",
+    "fake_quantize",
+    "gather_rows",
+    "paged_indexer_logits",
+    "positions_to_slots",
+    "scatter_rows",
+    "select",
+    "sparse_decode",
+]
