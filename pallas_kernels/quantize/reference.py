@@ -1,5 +1,8 @@
 """Number formats in plain JAX, exact to the bit on devices that flush subnormals and divide inexactly."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -7,6 +10,11 @@ from jax import lax
 FP8_MAX, FP4_MAX = 448.0, 6.0
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 SIGN, EXPONENT, MANTISSA, ONE = np.uint32([0x80000000, 0x7F800000, 0x007FFFFF, 0x00800000])
+
+
+def _compiled(*static):
+    """jax.jit for the small functions of this file: one compilation when called alone, no trace of it inside a jit."""
+    return functools.partial(jax.jit, static_argnames=static, inline=True)
 
 
 def _bits(x):
@@ -17,6 +25,7 @@ def _float(bits):
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+@_compiled()
 def pow2ceil(v):
     bits = _bits(v.astype(jnp.float32))
     up = (bits + MANTISSA) & EXPONENT  # carries into the exponent unless the mantissa is 0
@@ -43,6 +52,7 @@ def _over_power(x, scale):
     return jnp.where(small, lifted, x * inverse)
 
 
+@_compiled("group", "power_of_two")
 def quantize_fp8(x, group, *, power_of_two=True):
     groups = _split(x, group)
     scale = _amax(groups, 1e-4) * jnp.float32(1 / 448)
@@ -76,6 +86,7 @@ def _pack(codes, shape):
     return codes[..., 0] | (codes[..., 1] << 4)
 
 
+@_compiled("group")
 def quantize_mxfp4(x, group=32):
     groups = _split(x, group)
     scale = pow2ceil(_amax(groups, 6 * 2.0**-126) * jnp.float32(1 / 6))
@@ -85,6 +96,7 @@ def quantize_mxfp4(x, group=32):
     return _pack(codes, x.shape), exponents[..., 0]
 
 
+@_compiled("group")
 def quantize_nvfp4(x, group=16):
     groups = _split(x, group)
     amax = _amax(groups, 6 * 2.0**-9)
@@ -105,12 +117,14 @@ def _sixth(v):
     return jnp.where(jnp.isnan(v), v, quotient.astype(jnp.float32) * power)
 
 
+@_compiled()
 def e8m0_to_float32(codes):
     bits = codes.astype(jnp.uint32) << 23
     bits = jnp.where(codes == 0, jnp.uint32(0x00400000), bits)
     return jnp.where(codes == 255, jnp.float32(jnp.nan), _float(bits))
 
 
+@_compiled()
 def unpack_fp4(packed):
     codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     magnitude = (codes & 7).astype(jnp.uint32)
@@ -142,15 +156,18 @@ def _scaled(values, scales):
     return values * scales.astype(jnp.float32)
 
 
+@_compiled("dtype")
 def dequantize_fp8(values, scales, dtype=jnp.float32):
     groups = _split(values, values.shape[-1] // scales.shape[-1])
     return _scaled(groups, scales[..., None]).reshape(values.shape).astype(dtype)
 
 
+@_compiled("dtype")
 def dequantize_fp4(packed, scales, dtype=jnp.float32):
     return dequantize_fp8(unpack_fp4(packed), scales, dtype)
 
 
+@_compiled("kind")
 def fake_quantize(x, kind):
     name, group = kind.split("_")
     if name == "fp8":
@@ -159,6 +176,7 @@ def fake_quantize(x, kind):
     return dequantize_fp4(*quantize(x, int(group)), x.dtype)
 
 
+@_compiled("block", "dtype")
 def dequantize_weight(weight, scale, block, dtype):
     if weight.dtype == jnp.uint8:
         return dequantize_fp4(weight, scale, dtype)

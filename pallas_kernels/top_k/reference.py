@@ -4,6 +4,9 @@ lax.top_k orders by bits (-0 below +0, NaN first) and gives equal keys to the lo
 +0 and everything that must not be chosen by -inf.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -12,6 +15,7 @@ LAST = jnp.iinfo(jnp.int32).max
 FLOAT32_MAX = jnp.finfo(jnp.float32).max
 
 
+@functools.partial(jax.jit, static_argnames=("k", "order", "return_scores"))
 def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
     key = _key(scores)
     if lengths is not None:
@@ -28,6 +32,7 @@ def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
     return positions, counts, jnp.pad(best, padding, constant_values=-jnp.inf)
 
 
+@functools.partial(jax.jit, static_argnames=("topk_blocks", "block_size"))
 def candidate_blocks(scores, lengths, topk_blocks, block_size):
     total = scores.shape[-1]
     blocks = -(-total // block_size)
@@ -43,6 +48,7 @@ def candidate_blocks(scores, lengths, topk_blocks, block_size):
     return top_k(best, min(topk_blocks, blocks))[0]
 
 
+@functools.partial(jax.jit, static_argnames=("k", "order"))
 def merge_top_k(scores, ids, k, *, order="position"):
     key = _key(scores)
     valid = (ids >= 0) & (key != -jnp.inf)
