@@ -138,10 +138,9 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
         context=context,
         batch=batch,
         cache=cache,
-        weights_per_device={
-            devices: weights_per_device(config, ((name, spec.nbytes) for name, spec in stored.items()), devices)
-            for devices in DEVICES
-        },
+        weights_per_device=weights_per_device(
+            config, ((name, spec.nbytes) for name, spec in stored.items()), DEVICES
+        ),
     )
 
 
@@ -149,8 +148,12 @@ def _stored(checkpoint: Checkpoint, expected: dict[str, TensorSpec]) -> tuple[di
     """Official name -> how it is stored, for what is there and what should be; and where the two differ."""
     stored = dict(expected)
     problems = []
+    there = set()
+    if checkpoint.indexed:
+        there = {names.official_name(name) for name in checkpoint.weight_map if name not in checkpoint.tensors}
     for name, tensor in checkpoint.tensors.items():
         official = names.official_name(name)
+        there.add(official)
         found = TensorSpec(tensor.dtype, tensor.shape)
         wanted = expected.get(official)
         if wanted is None:
@@ -161,8 +164,6 @@ def _stored(checkpoint: Checkpoint, expected: dict[str, TensorSpec]) -> tuple[di
                 f"{name} is {found.dtype} {list(found.shape)}; the config implies {wanted.dtype} {list(wanted.shape)}"
             )
         stored[official] = found
-    there = {names.official_name(name) for name in checkpoint.weight_map} if checkpoint.indexed else set()
-    there.update(names.official_name(name) for name in checkpoint.tensors)
     if checkpoint.indexed or not checkpoint.missing_files:
         problems += [f"{name} is in no file, though the config implies it" for name in expected if name not in there]
     return stored, problems

@@ -5,8 +5,9 @@ Computed from a config and tensor sizes alone; nothing is allocated. All numbers
 
 import collections
 import dataclasses
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
@@ -33,6 +34,7 @@ _PARTS = tuple(
     )
 )
 OTHER = "other"
+_NUMBER = re.compile(r"\d+")  # layers and experts: names that differ only there are of one kind
 
 # What several devices divide among them: tensor name -> the config's count of whole units. The rest is replicated.
 _DIVIDED = tuple(
@@ -67,7 +69,12 @@ class CacheBytes:
 
 def part_of(name: str) -> str:
     """The part of the model that the tensor of official name `name` belongs to."""
-    return next((part for pattern, part in _PARTS if pattern.search(name)), OTHER)
+    return _part_of_kind(_NUMBER.sub("0", name))
+
+
+@functools.cache
+def _part_of_kind(kind: str) -> str:
+    return next((part for pattern, part in _PARTS if pattern.search(kind)), OTHER)
 
 
 def part_names() -> tuple[str, ...]:
@@ -100,33 +107,33 @@ def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
     return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})
 
 
-def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devices: int) -> int:
-    """Bytes of weights on the fullest of `devices` devices. sizes: official tensor names and their bytes.
+def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devices: Sequence[int]) -> dict[int, int]:
+    """Number of devices -> bytes of weights on the fullest of them. sizes: official tensor names and their bytes.
 
     Experts, heads, vocabulary rows and Engram rows are divided, whole units at a time; the rest is on every device.
     Tensors that are not loaded do not count.
     """
-    divided: collections.Counter[int] = collections.Counter()
-    replicated = 0
+    kinds: collections.Counter[str] = collections.Counter()
     for name, size in sizes:
-        units = _units(config, name)
-        if part_of(name) == LEFT_OUT:
-            continue
-        if units == 1:
-            replicated += size
-        else:
-            divided[units] += size
-    return replicated + sum(-(-size * -(-units // devices) // units) for units, size in divided.items())
+        kinds[name if ".engram." in name else _NUMBER.sub("0", name)] += size
+    divided: collections.Counter[int] = collections.Counter()
+    for kind, size in kinds.items():
+        if part_of(kind) != LEFT_OUT:
+            divided[_units(config, kind)] += size
+    return {
+        count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices
+    }
 
 
 def _units(config: V41Config, name: str) -> int:
+    """Into how many equal parts a tensor can be divided among devices; 1: it is replicated."""
     table = _ENGRAM_TABLE.match(name)
     if table is not None and int(table[1]) in config.engram_layer_ids:
         return config.engram_num_embeddings[config.engram_layer_ids.index(int(table[1]))]
     return next((getattr(config, unit) for pattern, unit in _DIVIDED if pattern.search(name)), 1)
 
 
-def human(size: float) -> str:
+def human(size: int | float) -> str:
     """`size` bytes with a binary unit."""
     units = ("B", "KiB", "MiB", "GiB")
     step = 0

@@ -96,7 +96,7 @@ def _read_index(path: Path, problems: list[str]) -> dict[str, str] | None:
         problems.append(f"{path.name} is damaged ({type(error).__name__}: {error}). Download it again.")
         return None
     good = isinstance(weight_map, dict) and all(isinstance(file, str) for file in weight_map.values())
-    if not good or any(Path(file).name != file for file in weight_map.values()):
+    if not good or any(Path(file).name != file for file in set(weight_map.values())):
         problems.append(f"{path.name} is damaged: weight_map must map tensor names to file names. Download it again.")
         return None
     return weight_map

@@ -1,7 +1,6 @@
 """Checkpoint names as data: from a tensor's name in a file to the path of the parameter that it fills."""
 
 import dataclasses
-import functools
 import re
 
 # (pattern, replacement), applied in order: what re-exports of V4.1 write differently from the official files.
@@ -27,6 +26,9 @@ STACKED = r"^(.*\.ffn\.experts)\.(\d+)\.(w[123]\.(?:weight|scale))$"
 _RENAMES = tuple((re.compile(pattern), replacement) for pattern, replacement in RENAMES)
 _LEFT_OUT = tuple((re.compile(pattern), reason) for pattern, reason in LEFT_OUT)
 _STACKED = re.compile(STACKED)
+# One search settles most of a checkpoint's hundred thousand names.
+_ANY_RENAME = re.compile("|".join(pattern.pattern for pattern, _ in _RENAMES))
+_ANY_LEFT_OUT = re.compile("|".join(pattern.pattern for pattern, _ in _LEFT_OUT))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class Target:
 
 def official_name(name: str) -> str:
     """The official name of the tensor called `name` in a file."""
+    if _ANY_RENAME.search(name) is None:
+        return name
     for pattern, replacement in _RENAMES:
         name = pattern.sub(replacement, name)
     return name
@@ -46,10 +50,11 @@ def official_name(name: str) -> str:
 
 def left_out_reason(name: str) -> str | None:
     """Why the tensor of official name `name` is not loaded; None if it is."""
-    return next((reason for pattern, reason in _LEFT_OUT if pattern.search(name)), None)
+    if _ANY_LEFT_OUT.search(name) is None:
+        return None
+    return next(reason for pattern, reason in _LEFT_OUT if pattern.search(name))
 
 
-@functools.lru_cache(maxsize=4096)
 def target(name: str) -> Target:
     """The parameter that the tensor of official name `name` fills."""
     found = _STACKED.match(name)
