@@ -16,6 +16,8 @@ def gather_rows(array: Shaped[Array, "N *row"], indices: Int32[Array, "*any"]) -
     """Rows ``array[indices]`` [*indices.shape, *row]; zeros where an index is below 0 or at least N."""
     checks.integer("indices", indices)
     n = array.shape[0]
+    if n == 0:  # JAX has no gather from an empty axis
+        return jnp.zeros((*indices.shape, *array.shape[1:]), array.dtype)
     return array.at[jnp.where(indices < 0, n, indices)].get(mode="fill", fill_value=0)
 
 
