@@ -43,7 +43,10 @@ class Numerics:
     quantize: bool
 
     def round(self, x: Array) -> Array:
-        """The result dtype: where the reference rounds a result, so does this."""
+        """`x` in the result dtype: where the reference rounds a result, so does this."""
+        if self.dtype == jnp.bfloat16 and x.dtype == jnp.float32:
+            # XLA drops a cast to bfloat16 that is followed by one back to float32; this it keeps.
+            x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         return x.astype(self.dtype)
 
     def fake(self, x: Array, kind: str) -> Array:

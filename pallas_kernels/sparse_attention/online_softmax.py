@@ -10,42 +10,15 @@ START = -1e30  # of the running maximum: finite, so that a step without any vali
 
 
 def attend(q, sources, *, scale, v_width, p_dtype, splits=1):
-    """Attention of rows q [R, H, D] over several lists of rows.
+    """Attention of rows q [R, H, D] over several lists of rows, taken as one list: the lists one behind the other.
 
     sources: (gather, indices [R, K], valid bool [R, K]) of every list; ``gather(indices [R, C])`` gives rows
     [R, C, D], zeros where an index is none. Returns acc [splits, R, H, v_width], the denominator [splits, R, H] and the
-    maximum [splits, R, H], all float32, before division. Split i takes the i-th part of every list's blocks.
+    maximum [splits, R, H], all float32, before division. Split i takes the i-th part of the blocks of 64 indices.
     """
-    parts = []
-    for split in range(splits):
-        state = (
-            jnp.zeros((*q.shape[:2], v_width), jnp.float32),
-            jnp.zeros(q.shape[:2], jnp.float32),
-            jnp.full(q.shape[:2], START, jnp.float32),
-        )
-        for gather, indices, valid in sources:
-            state = _source(q, gather, indices, valid, state, scale, v_width, p_dtype, split, splits)
-        parts.append(state)
-    return tuple(jnp.stack(part) for part in zip(*parts))
 
-
-def _source(q, gather, indices, valid, state, scale, v_width, p_dtype, split, splits):
-    rows, width = indices.shape
-    count = -(-width // BLOCK)
-    first, last = split * count // splits, (split + 1) * count // splits
-    if first == last:
-        return state
-    padding = [(0, 0), (0, count * BLOCK - width)]
-    indices = jnp.pad(jnp.where(valid, indices, -1), padding, constant_values=-1)
-    valid = jnp.pad(valid, padding)
-
-    def per_block(array):  # [rows, count * BLOCK] -> [blocks of this split, rows, BLOCK]
-        return jnp.moveaxis(array.reshape(rows, count, BLOCK), 1, 0)[first:last]
-
-    def step(state, block):
+    def step(state, k, valid):
         acc, total, high = state
-        indices, valid = block
-        k = gather(indices)
         scores = jnp.einsum("rhd,rkd->rhk", *_operands(q, k), precision=blocks.HIGHEST,
                             preferred_element_type=jnp.float32)  # fmt: skip
         scores = jnp.where(valid[:, None], scores * scale, -jnp.inf)
@@ -56,9 +29,63 @@ def _source(q, gather, indices, valid, state, scale, v_width, p_dtype, split, sp
         rounded = blocks.round_to(p, p_dtype).astype(p_dtype)
         added = jnp.einsum("rhk,rkd->rhd", *_operands(rounded, k[..., :v_width]), precision=blocks.HIGHEST,
                            preferred_element_type=jnp.float32)  # fmt: skip
-        return (acc * shrink[..., None] + added, total, new), None
+        return acc * shrink[..., None] + added, total, new
 
-    return lax.scan(step, state, (per_block(indices), per_block(valid)))[0]
+    sources = [(gather, jnp.where(valid, indices, -1), valid) for gather, indices, valid in sources]
+    widths = [indices.shape[1] for _, indices, _ in sources]
+    count = -(-sum(widths) // BLOCK)
+    parts = []
+    for split in range(splits):
+        state = (
+            jnp.zeros((*q.shape[:2], v_width), jnp.float32),
+            jnp.zeros(q.shape[:2], jnp.float32),
+            jnp.full(q.shape[:2], START, jnp.float32),
+        )
+        for pieces, repeats in _runs(widths, split * count // splits, (split + 1) * count // splits):
+            state = _run(step, state, sources, pieces, repeats)
+        parts.append(state)
+    return tuple(jnp.stack(part) for part in zip(*parts))
+
+
+def _runs(widths, first, last):
+    """The blocks first .. last-1 of lists of these widths: ([(list, its first column, columns), ..], repeats).
+
+    Blocks that lie in one list and follow one another are one run with repeats; a block that spans lists, or is the
+    last and short, has a piece of each.
+    """
+    block = first
+    while block < last:
+        pieces, start = [], 0
+        low, high = block * BLOCK, (block + 1) * BLOCK
+        for number, width in enumerate(widths):
+            begin, end = max(low, start), min(high, start + width)
+            if begin < end:
+                pieces.append((number, begin - start, end - begin))
+            start += width
+        number, column, columns = pieces[0]
+        repeats = max(1, min((widths[number] - column) // BLOCK, last - block)) if columns == BLOCK else 1
+        yield pieces, repeats
+        block += repeats
+
+
+def _run(step, state, sources, pieces, repeats):
+    if repeats == 1:
+        found = [
+            (sources[n][0](sources[n][1][:, c : c + w]), sources[n][2][:, c : c + w]) for n, c, w in pieces
+        ]
+        return step(state, jnp.concatenate([k for k, _ in found], 1), jnp.concatenate([v for _, v in found], 1))
+    ((number, column, _),) = pieces
+    gather, indices, valid = sources[number]
+
+    def per_block(array):  # -> [repeats, rows, BLOCK]
+        part = array[:, column : column + repeats * BLOCK]
+        return jnp.moveaxis(part.reshape(len(part), repeats, BLOCK), 1, 0)
+
+    def body(state, block):
+        indices, valid = block
+        return step(state, gather(indices), valid), None
+
+    return lax.scan(body, state, (per_block(indices), per_block(valid)))[0]
 
 
 def _operands(a, b):
