@@ -192,7 +192,5 @@ def load_config(directory: str | Path) -> V41Config:
         raise ValueError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(
-            f"{path}: model_type {model_type!r} is not known. Allowed: {', '.join(map(repr, FAMILIES))}."
-        )
+        raise ValueError(f"{path}: model_type {model_type!r} is not known. Allowed: {', '.join(map(repr, FAMILIES))}.")
     return FAMILIES[model_type].from_dict(raw, str(path))

@@ -99,7 +99,9 @@ def unsupported_options(raw: Mapping[str, Any]) -> list[str]:
             )
         for key in _ATTENTION_FACTORS:
             if rope.get(key) is not None:
-                problems.append(f"text_config.rope_scaling.{key} is set, but V4.1 scales attention by head_dim^-0.5 alone")
+                problems.append(
+                    f"text_config.rope_scaling.{key} is set, but V4.1 scales attention by head_dim^-0.5 alone"
+                )
     return problems
 
 
@@ -115,8 +117,8 @@ def _listed(values: Sequence[Any]) -> str:
 def _sizes(c: Any) -> list[str]:
     problems = []
     positive = (
-        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank o_lora_rank "
-        "o_groups rms_norm_eps max_position_embeddings rope_theta compress_rope_theta n_routed_experts "
+        "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim q_lora_rank "
+        "o_lora_rank o_groups rms_norm_eps max_position_embeddings rope_theta compress_rope_theta n_routed_experts "
         "num_experts_per_tok moe_intermediate_size routed_scaling_factor sliding_window index_n_heads index_head_dim "
         "index_topk candidate_topk_blocks candidate_block_size hc_mult hc_sinkhorn_iters hc_eps"
     )
@@ -130,7 +132,8 @@ def _sizes(c: Any) -> list[str]:
             problems.append(f"rope_scaling.{name} = {getattr(c.rope_scaling, name)} must be positive")
     if c.rope_scaling.beta_fast < c.rope_scaling.beta_slow:
         problems.append(
-            f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below beta_slow = {c.rope_scaling.beta_slow}"
+            f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below "
+            f"beta_slow = {c.rope_scaling.beta_slow}"
         )
     # Groups of 32 (FP8 and MXFP4) are cut from each of these widths.
     for name in ("hidden_size", "head_dim", "q_lora_rank", "moe_intermediate_size", "index_head_dim"):
@@ -152,7 +155,9 @@ def _sizes(c: Any) -> list[str]:
     if not c.norm_topk_prob:
         problems.append("norm_topk_prob = false is not supported; V4.1 normalises the weights of the chosen experts")
     if c.num_experts_per_tok > c.n_routed_experts:
-        problems.append(f"num_experts_per_tok = {c.num_experts_per_tok} is above n_routed_experts = {c.n_routed_experts}")
+        problems.append(
+            f"num_experts_per_tok = {c.num_experts_per_tok} is above n_routed_experts = {c.n_routed_experts}"
+        )
     if c.swiglu_limit < 0:
         problems.append(f"swiglu_limit = {c.swiglu_limit} must not be negative (0: no clamp)")
     if len(c.weight_block_size) != 2 or any(size <= 0 or size % 32 for size in c.weight_block_size):
@@ -184,7 +189,8 @@ def _layers(c: Any) -> list[str]:
     problems = []
     if len(ratios) != layers + stages:
         problems.append(
-            f"compress_ratios has {len(ratios)} entries; {layers} layers and {stages} draft stages need {layers + stages}"
+            f"compress_ratios has {len(ratios)} entries; {layers} layers and {stages} draft stages "
+            f"need {layers + stages}"
         )
     if any(ratio < 0 for ratio in ratios):
         problems.append(f"compress_ratios = {list(ratios)} has a negative entry; 0 means window only")
@@ -193,7 +199,9 @@ def _layers(c: Any) -> list[str]:
     if problems:
         return problems
     if any(ratios[layers:]):
-        problems.append(f"compress_ratios ends in {list(ratios[layers:])}; the draft stages see the window alone: ratio 0")
+        problems.append(
+            f"compress_ratios ends in {list(ratios[layers:])}; the draft stages see the window alone: ratio 0"
+        )
     for layer in sorted({*c.kv_source_layer_ids, *c.index_source_layer_ids}):
         if ratios[layer] == 0:
             problems.append(f"layer {layer} is a source, but its compress ratio is 0: it has nothing to compress")
@@ -209,14 +217,18 @@ def _layers(c: Any) -> list[str]:
         kv_source = source_of(c.kv_source_layer_ids, layer)
         index_source = source_of(c.index_source_layer_ids, layer)
         if kv_source is None:
-            problems.append(f"layer {layer} (ratio {ratios[layer]}) has no KV source: kv_source_layer_ids has no layer <= {layer}")
+            problems.append(
+                f"layer {layer} (ratio {ratios[layer]}) has no KV source: kv_source_layer_ids has no layer <= {layer}"
+            )
         elif ratios[kv_source] != ratios[layer]:
             problems.append(
-                f"layer {layer} has ratio {ratios[layer]}, but its KV source, layer {kv_source}, has ratio {ratios[kv_source]}"
+                f"layer {layer} has ratio {ratios[layer]}, but its KV source, layer {kv_source}, "
+                f"has ratio {ratios[kv_source]}"
             )
         if index_source is None:
             problems.append(
-                f"layer {layer} (ratio {ratios[layer]}) has no index source: index_source_layer_ids has no layer <= {layer}"
+                f"layer {layer} (ratio {ratios[layer]}) has no index source: "
+                f"index_source_layer_ids has no layer <= {layer}"
             )
     return problems
 
@@ -250,7 +262,8 @@ def _engram(c: Any) -> list[str]:
     problems = _ids("engram_layer_ids", c.engram_layer_ids, c.num_hidden_layers)
     if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         problems.append(
-            f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for {len(c.engram_layer_ids)} engram_layer_ids"
+            f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries for "
+            f"{len(c.engram_layer_ids)} engram_layer_ids"
         )
     if not c.engram_layer_ids:
         return problems
@@ -260,7 +273,9 @@ def _engram(c: Any) -> list[str]:
     if c.engram_max_ngram_size < 2:
         problems.append(f"engram_max_ngram_size = {c.engram_max_ngram_size} must be at least 2")
     if c.engram_head_dim % 32:
-        problems.append(f"engram_head_dim = {c.engram_head_dim} must be a multiple of 32, the scale group of a table row")
+        problems.append(
+            f"engram_head_dim = {c.engram_head_dim} must be a multiple of 32, the scale group of a table row"
+        )
     if not 0 <= c.engram_pad_token_id < c.vocab_size:
         problems.append(f"engram_pad_token_id = {c.engram_pad_token_id} is outside the vocabulary of {c.vocab_size}")
     if any(not 0 < rows < 2**31 for rows in c.engram_num_embeddings):
@@ -283,5 +298,7 @@ def _draft(c: Any) -> list[str]:
             f"dspark_n_routed_experts = {c.dspark_n_routed_experts}"
         )
     if not 0 <= c.dspark_noise_token_id < c.vocab_size:
-        problems.append(f"dspark_noise_token_id = {c.dspark_noise_token_id} is outside the vocabulary of {c.vocab_size}")
+        problems.append(
+            f"dspark_noise_token_id = {c.dspark_noise_token_id} is outside the vocabulary of {c.vocab_size}"
+        )
     return problems

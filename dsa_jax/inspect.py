@@ -24,8 +24,8 @@ _INTERCHANGEABLE = {"I8": {"F4", "U8"}, "F8_E8M0": {"F32", "U8"}, "F32": {"BF16"
 class Inspection:
     """Everything `inspect_checkpoint` found. Sizes are bytes; problems and differences are sentences.
 
-    found_tensors and found_bytes count the tensors that are wholly there; by_dtype and by_part count all tensors of the checkpoint, those
-    of missing shards as the config implies them.
+    found_tensors and found_bytes count the tensors that are wholly there; by_dtype and by_part count all tensors of the
+    checkpoint, those of missing shards as the config implies them.
     """
 
     directory: Path
@@ -112,7 +112,8 @@ class Inspection:
 def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 1) -> Inspection:
     """Reports on the checkpoint in `directory` for `batch` requests of `context` tokens. Reads headers only.
 
-    Works where shards are missing or cut, and says which. Raises ValueError for an unusable config.json, context or batch.
+    Works where shards are missing or cut, and says which. Raises ValueError for an unusable config.json, context or
+    batch.
     """
     config = load_config(directory)
     cache = cache_bytes(config, context, batch)
@@ -138,9 +139,7 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
         context=context,
         batch=batch,
         cache=cache,
-        weights_per_device=weights_per_device(
-            config, ((name, spec.nbytes) for name, spec in stored.items()), DEVICES
-        ),
+        weights_per_device=weights_per_device(config, ((name, spec.nbytes) for name, spec in stored.items()), DEVICES),
     )
 
 
@@ -158,7 +157,9 @@ def _stored(checkpoint: Checkpoint, expected: dict[str, TensorSpec]) -> tuple[di
         wanted = expected.get(official)
         if wanted is None:
             if names.left_out_reason(official) is None:
-                problems.append(f"{name} ({found.dtype} {list(found.shape)}) belongs to no tensor that the config implies")
+                problems.append(
+                    f"{name} ({found.dtype} {list(found.shape)}) belongs to no tensor that the config implies"
+                )
         elif found.shape != wanted.shape or not _interchangeable(wanted.dtype, found.dtype):
             problems.append(
                 f"{name} is {found.dtype} {list(found.shape)}; the config implies {wanted.dtype} {list(wanted.shape)}"
@@ -211,7 +212,8 @@ def _table(head: Sequence[str], rows: list[tuple[str, ...]]) -> list[str]:
     every = [tuple(head), *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(every[0]))]
     return [
-        "  " + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+        "  "
+        + "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
         for row in every
     ]
 

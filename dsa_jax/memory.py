@@ -86,7 +86,9 @@ def part_names() -> tuple[str, ...]:
 def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
     """The caches for `batch` requests of `context` tokens. Raises ValueError for sizes that the model does not take."""
     if not 1 <= context <= config.max_position_embeddings:
-        raise ValueError(f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings).")
+        raise ValueError(
+            f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings)."
+        )
     if batch < 1:
         raise ValueError(f"batch = {batch} must be at least 1.")
     width, index = config.head_dim, config.index_head_dim
@@ -120,9 +122,7 @@ def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devi
     for kind, size in kinds.items():
         if part_of(kind) != LEFT_OUT:
             divided[_units(config, kind)] += size
-    return {
-        count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices
-    }
+    return {count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices}
 
 
 def _units(config: V41Config, name: str) -> int:

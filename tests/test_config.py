@@ -132,7 +132,9 @@ def test_missing_quantization_key(key):
     assert f"quantization_config.{key}" in refused(raw)
 
 
-@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "image_token_id", "text_config", "quantization_config"])
+@pytest.mark.parametrize(
+    "key", ["bos_token_id", "eos_token_id", "image_token_id", "text_config", "quantization_config"]
+)
 def test_missing_outer_key(key):
     raw = official_config()
     del raw[key]
@@ -225,8 +227,14 @@ def test_ac_09_consumer_without_a_source():
         ({"compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0] * 2}, "compress_ratios has 42 entries"),
         ({"compress_ratios": [0] * 2 + [2] * 18 + [1] * 20 + [0, 0, 1]}, "the draft stages see the window alone"),
         ({"compress_ratios": [0] * 2 + [2] * 18 + [-1] * 20 + [0] * 3}, "negative"),
-        ({"compress_ratios": [0] * 3 + [2] * 17 + [1] * 20 + [0] * 3}, "layer 2 is a source, but its compress ratio is 0"),
-        ({"compress_ratios": [0] * 2 + [2] * 17 + [1] * 21 + [0] * 3}, "layer 19 has ratio 1, but its KV source, layer 14"),
+        (
+            {"compress_ratios": [0] * 3 + [2] * 17 + [1] * 20 + [0] * 3},
+            "layer 2 is a source, but its compress ratio is 0",
+        ),
+        (
+            {"compress_ratios": [0] * 2 + [2] * 17 + [1] * 21 + [0] * 3},
+            "layer 19 has ratio 1, but its KV source, layer 14",
+        ),
         ({"kv_source_layer_ids": [8, 2, 14, 20]}, "must ascend without repeats"),
         ({"index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 40]}, "names a layer outside 0..39"),
         ({"candidate_source_layer_id": 21}, "candidate_source_layer_id = 21 is not in index_source_layer_ids"),

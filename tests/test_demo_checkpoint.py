@@ -104,7 +104,11 @@ def test_tokenizer(folder):
     config = load_config(folder)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == config.vocab_size
-    assert [tokenizer.id_to_token(i) for i in range(3)] == ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"]
+    assert [tokenizer.id_to_token(i) for i in range(3)] == [
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜▁pad▁｜>",
+    ]
     assert tokenizer.token_to_id("<｜deepseek_image｜>") == config.image_token_id
     assert tokenizer.id_to_token(config.dspark_noise_token_id) == "<｜draft▁noise｜>"
     for text in ("Once upon a time", "naïve Ｗｉｄｅ 世界 🙂\n\tx = 1", "\x00\x7f"):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_v41 import official_config
+from reference import engram as oracle
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
@@ -23,7 +24,6 @@ from dsa_jax.layers.engram_hash import (
     engram_primes,
     hash_rows,
 )
-from reference import engram as oracle
 
 PRIMES = {
     1: (
@@ -128,9 +128,7 @@ def test_golden_hashes(folder, golden, masked):
 @given(
     data=st.data(),
     vocabulary=st.sampled_from([2, 3, 312, 99092, 2**20, 2**31 - 1]),
-    primes=st.lists(
-        st.lists(st.integers(2, 2**31 - 1), min_size=2, max_size=2), min_size=1, max_size=3
-    ),
+    primes=st.lists(st.lists(st.integers(2, 2**31 - 1), min_size=2, max_size=2), min_size=1, max_size=3),
 )
 def test_hash_is_exact(data, vocabulary, primes):
     """Any moduli below 2^31 (their primality plays no part in the arithmetic) and any product below 2^63."""
@@ -189,7 +187,10 @@ def test_damaged_tokenizer(tmp_path, folder):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"engram_compressed_vocab_size": 311}, "compresses to 312 distinct tokens, but engram_compressed_vocab_size is 311"),
+        (
+            {"engram_compressed_vocab_size": 311},
+            "compresses to 312 distinct tokens, but engram_compressed_vocab_size is 311",
+        ),
         ({"vocab_size": 385}, "defines 384 tokens, but vocab_size is 385"),
     ],
 )

@@ -90,7 +90,9 @@ def test_official_list_has_the_published_counts(tensors):
     per_layer = collections.Counter(
         int(name.split(".")[1]) for name in tensors if name.startswith("layers.") and ".engram." not in name
     )
-    published = dict.fromkeys(range(40), 2334) | dict.fromkeys((24, 28, 32, 36), 2337) | {20: 2341, 2: 2342, 8: 2342, 14: 2342}
+    published = (
+        dict.fromkeys(range(40), 2334) | dict.fromkeys((24, 28, 32, 36), 2337) | {20: 2341, 2: 2342, 8: 2342, 14: 2342}
+    )
     assert per_layer == published
     assert sum(".ffn.experts." in name for name in tensors) == 94_464
     assert sum(".engram." in name for name in tensors) == 12
@@ -154,12 +156,20 @@ def test_official_checkpoint_is_inspected(official_report):
     assert report.by_part["experts"] == (92_160, 40 * 384 * (3 * 2304 * 5120 // 2 + 3 * 2304 * 5120 // 32))
     assert report.by_part["engram"][0] == 12 and report.by_part["vision (left out)"][0] == 263
     assert any("48 of 48 shards found, 96085 of 96085 tensors whole" in line for line in lines)
-    assert any(line.split() == ["layer", "20", "1", "full", "20", "20", "makes", "-", "-", "160000", "x16"] for line in lines)
+    assert any(
+        line.split() == ["layer", "20", "1", "full", "20", "20", "makes", "-", "-", "160000", "x16"] for line in lines
+    )
     assert json.loads(json.dumps(report.as_dict()))["total_bytes"] == OFFICIAL_BYTES
 
 
 def test_official_checkpoint_is_planned(official_folder, tensors):
-    kinds = {"I8": jnp.uint8, "F8_E8M0": jnp.uint8, "F8_E4M3": jnp.float8_e4m3fn, "BF16": jnp.bfloat16, "F32": jnp.float32}
+    kinds = {
+        "I8": jnp.uint8,
+        "F8_E8M0": jnp.uint8,
+        "F8_E4M3": jnp.float8_e4m3fn,
+        "BF16": jnp.bfloat16,
+        "F32": jnp.float32,
+    }
     abstract, experts = {}, collections.Counter()
     with without_checks():
         for name, spec in tensors.items():
@@ -179,7 +189,11 @@ def test_official_checkpoint_is_planned(official_folder, tensors):
 def test_official_checkpoint_with_most_shards_missing(official_folder, tmp_path):
     """What an interrupted download leaves: the index and a few shards."""
     there = {1: 263, 2: 4, 43: 2, 48: 6}
-    for name in ["config.json", "model.safetensors.index.json", *(f"model-{i:05d}-of-00048.safetensors" for i in there)]:
+    for name in [
+        "config.json",
+        "model.safetensors.index.json",
+        *(f"model-{i:05d}-of-00048.safetensors" for i in there),
+    ]:
         (tmp_path / name).symlink_to(official_folder / name)
     with without_checks():
         report = inspect_checkpoint(tmp_path, context=4096)
@@ -239,6 +253,15 @@ def test_tensors_that_differ_from_the_config(checkpoint, tmp_path):
     text = "\n".join(inspect_checkpoint(folder).problems)
     assert "layers.0.ffn.experts.0.w1.weight is I8 [64, 64]; the config implies I8 [96, 64]" in text
     assert "layers.7.attn.indexer.wq_b.weight (F8_E4M3 [512, 96]) belongs to no tensor that the config implies" in text
+
+
+def test_vision_config_without_sizes():
+    raw = official_config()
+    raw["vision_config"] = {"hidden_size": 1024}
+    with pytest.raises(
+        ValueError, match="vision_config must give these sizes as integers: intermediate_size, patch_size"
+    ):
+        official_tensors(V41Config.from_dict(raw))
 
 
 @pytest.mark.parametrize(

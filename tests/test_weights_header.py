@@ -85,11 +85,27 @@ def test_scalars_and_empty_tensors(tmp_path):
         ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"abcd", "entry of w is damaged"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}, b"abcd", "entry of w is damaged"),
         ({"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, b"abcd", "entry of w is damaged"),
-        ({"w": {"dtype": "F6", "shape": [1], "data_offsets": [0, 4]}}, b"abcd", "dtype F6, which is not known. Allowed:"),
-        ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"abcd", "takes 8 bytes, but its header gives it 4"),
-        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"abcde", "1 bytes more than its header describes"),
+        (
+            {"w": {"dtype": "F6", "shape": [1], "data_offsets": [0, 4]}},
+            b"abcd",
+            "dtype F6, which is not known. Allowed:",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+            b"abcd",
+            "takes 8 bytes, but its header gives it 4",
+        ),
+        (
+            {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+            b"abcde",
+            "1 bytes more than its header describes",
+        ),
         ({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"abcd", "is cut: 4 of"),
-        (b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"a", "describes w twice"),
+        (
+            b'{"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            b"a",
+            "describes w twice",
+        ),
         (
             {
                 "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
@@ -140,7 +156,9 @@ def tensors(*wanted):
 def test_index_against_files(tmp_path):
     write_raw(tmp_path / "one.safetensors", tensors("a", "b", "stray"))
     write_raw(tmp_path / "two.safetensors", tensors("c", "a"))
-    write_index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors", "d": "one.safetensors"})
+    write_index(
+        tmp_path, {"a": "one.safetensors", "b": "two.safetensors", "c": "two.safetensors", "d": "one.safetensors"}
+    )
     problems = scan_checkpoint(tmp_path).problems
     for sentence in (
         "one.safetensors holds b, which model.safetensors.index.json places in two.safetensors",
@@ -154,7 +172,9 @@ def test_index_against_files(tmp_path):
     assert len(problems) == 6
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../b.safetensors"}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": "../b.safetensors"}}']
+)
 def test_damaged_index(tmp_path, text):
     write_raw(tmp_path / "model.safetensors", tensors("a"))
     (tmp_path / "model.safetensors.index.json").write_text(text)
@@ -201,15 +221,20 @@ def test_renames(name, official):
     assert names.official_name(name) == official
 
 
-@pytest.mark.parametrize(
-    "name", ["vision.norm.weight", "aligner.w1.bias", "mtp.0.embed.weight", "mtp.12.head.weight"]
-)
+@pytest.mark.parametrize("name", ["vision.norm.weight", "aligner.w1.bias", "mtp.0.embed.weight", "mtp.12.head.weight"])
 def test_left_out(name):
     assert names.left_out_reason(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["embed.weight", "image_start", "mtp.2.markov_head.embed.weight", "mtp.2.markov_head.head.weight", "mtp.2.norm.weight"]
+    "name",
+    [
+        "embed.weight",
+        "image_start",
+        "mtp.2.markov_head.embed.weight",
+        "mtp.2.markov_head.head.weight",
+        "mtp.2.norm.weight",
+    ],
 )
 def test_not_left_out(name):
     assert names.left_out_reason(name) is None

@@ -170,7 +170,9 @@ def test_missing_unexpected_and_misshapen_tensors_together(tmp_path):
     assert "norm.weight in one.safetensors is [4]; needed: [5]" in message
     assert "head.weight is in no file" in message
     assert "strange.weight in one.safetensors belongs to no parameter" in message
-    assert "layers.0.attn.wkv.weight in one.safetensors is F32; allowed for layers.0.attn.wkv.weight: F8_E4M3" in message
+    assert (
+        "layers.0.attn.wkv.weight in one.safetensors is F32; allowed for layers.0.attn.wkv.weight: F8_E4M3" in message
+    )
     assert "vision" not in message and "hf download" not in message
 
 

@@ -140,7 +140,9 @@ class EngramHash:
         for found in self.layers:
             if found.layer == layer:
                 return found
-        raise ValueError(f"Layer {layer} has no Engram; the layers that have: {[found.layer for found in self.layers]}.")
+        raise ValueError(
+            f"Layer {layer} has no Engram; the layers that have: {[found.layer for found in self.layers]}."
+        )
 
 
 @functools.cache
@@ -212,7 +214,7 @@ def _times(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _remainder(high: jax.Array, low: jax.Array, primes: np.ndarray) -> jax.Array:
-    """(high * 2^32 + low) modulo primes (each below 2^31): long division, as many bits at once as 32-bit words allow."""
+    """(high * 2^32 + low) modulo primes (each below 2^31): long division, as many bits at once as 32 allow."""
     step = 32 - int(primes.max()).bit_length()
     rest = high % primes
     position = 32

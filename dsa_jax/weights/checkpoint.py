@@ -84,7 +84,9 @@ def scan_checkpoint(directory: str | Path) -> Checkpoint:
     indexed = weight_map is not None
     if weight_map is None:
         weight_map = {name: tensor.file.name for name, tensor in tensors.items()}
-    return Checkpoint(directory, tensors, frozenset(cut), weight_map, indexed, tuple(files), tuple(missing), tuple(problems))
+    return Checkpoint(
+        directory, tensors, frozenset(cut), weight_map, indexed, tuple(files), tuple(missing), tuple(problems)
+    )
 
 
 def _read_index(path: Path, problems: list[str]) -> dict[str, str] | None:
@@ -120,5 +122,7 @@ def _against_index(file: str, held: set[str], placed: set[str], weight_map: dict
             problems.append(f"{file} holds {name}, which {INDEX} places in {weight_map[name]}")
         else:
             problems.append(f"{file} holds {name}, which {INDEX} does not know")
-    problems += [f"{INDEX} places {name} in {file}, whose header does not describe it" for name in sorted(placed - held)]
+    problems += [
+        f"{INDEX} places {name} in {file}, whose header does not describe it" for name in sorted(placed - held)
+    ]
     return problems

@@ -122,7 +122,9 @@ class _Pairs:
 def _cut_header(path: Path, size: int, length: int) -> str:
     if size < 8:
         return f"{path.name} holds {size} bytes, not even a header's length. It is cut or empty."
-    return f"{path.name} holds {size} bytes, but its header alone takes {8 + length}. It is cut, or no safetensors file."
+    return (
+        f"{path.name} holds {size} bytes, but its header alone takes {8 + length}. It is cut, or no safetensors file."
+    )
 
 
 def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo | str:
@@ -130,19 +132,24 @@ def _tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo | str:
     fields = dict(entry.pairs) if isinstance(entry, _Pairs) else {}
     dtype, shape, span = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (isinstance(dtype, str) and _is_sizes(shape) and _is_sizes(span) and len(span) == 2 and span[0] <= span[1]):
-        return f"{path.name}: the header entry of {name} is damaged (dtype {dtype!r}, shape {shape!r}, offsets {span!r})"
+        return (
+            f"{path.name}: the header entry of {name} is damaged (dtype {dtype!r}, shape {shape!r}, offsets {span!r})"
+        )
     if dtype not in DTYPES:
         return f"{path.name}: {name} has dtype {dtype}, which is not known. Allowed: {', '.join(DTYPES)}."
     logical = stored = tuple(shape)
     if dtype == "F4":
         if not shape or shape[-1] % 2:
-            return f"{path.name}: {name} has dtype F4 and shape {shape}; two values share a byte, so the last axis must be even"
+            rule = "the last axis must be even, two values share a byte"
+            return f"{path.name}: {name} has dtype F4 and shape {shape}; {rule}"
         stored = (*logical[:-1], logical[-1] // 2)
     elif dtype == "I8" and shape:
         logical = (*stored[:-1], stored[-1] * 2)
     nbytes = math.prod(stored) * DTYPES[dtype].itemsize
     if nbytes != span[1] - span[0]:
-        return f"{path.name}: {name} ({dtype} {shape}) takes {nbytes} bytes, but its header gives it {span[1] - span[0]}"
+        return (
+            f"{path.name}: {name} ({dtype} {shape}) takes {nbytes} bytes, but its header gives it {span[1] - span[0]}"
+        )
     return TensorInfo(name, path, dtype, stored, logical, start + span[0], nbytes)
 
 

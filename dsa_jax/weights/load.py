@@ -37,7 +37,9 @@ def load(
 def _refuse(problems: list[str]) -> None:
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
-        raise ValueError(f"The weights cannot be loaded ({len(problems)} problems):{listed}\nDownload the files named again.")
+        raise ValueError(
+            f"The weights cannot be loaded ({len(problems)} problems):{listed}\nDownload the files named again."
+        )
 
 
 def _coverage_problems(plan: LoadPlan) -> list[str]:
@@ -74,7 +76,7 @@ def _place(entry: PlanEntry, put: Callable[[np.ndarray], jax.Array]) -> jax.Arra
     for place, source in enumerate(entry.sources):
         view = source.view()
         places[place, ...] = view.view(entry.dtype) if entry.conversion == "view" else view
-    array = put(host)
+    array = jax.block_until_ready(put(host))  # else copies under way would pile up in host memory
     if array.shape != host.shape or array.dtype != host.dtype:
         raise ValueError(
             f"put() made {array.dtype}{list(array.shape)} of {entry.path}, which is {host.dtype}{list(host.shape)}. "

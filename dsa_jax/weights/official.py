@@ -25,10 +25,14 @@ class TensorSpec(NamedTuple):
 
 
 _Named = Iterator[tuple[str, TensorSpec]]
+_VISION_SIZES = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 
 
 def official_tensors(config: V41Config) -> dict[str, TensorSpec]:
-    """Every tensor of the checkpoint, in the order of the official shards."""
+    """Every tensor of the checkpoint, in the order of the official shards.
+
+    Raises ValueError where there is a vision_config without the sizes of the tower.
+    """
     width, vocab = config.hidden_size, config.vocab_size
     tensors: dict[str, TensorSpec] = {}
     if config.vision_config is not None:
@@ -136,6 +140,9 @@ def _stage(config: V41Config, stage: int) -> _Named:
 def _vision(config: V41Config) -> _Named:
     """The vision tower and its aligner; their tensors are recognised by size, never run here."""
     vision = config.vision_config
+    missing = [key for key in _VISION_SIZES if type(vision.get(key)) is not int]
+    if missing:
+        raise ValueError(f"vision_config must give these sizes as integers: {', '.join(missing)}. Check config.json.")
     width, inner = vision["hidden_size"], vision["intermediate_size"]
     patch = 3 * vision["patch_size"] ** 2
     cell = vision["downsample_ratio"] ** 2 * width

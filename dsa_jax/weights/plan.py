@@ -91,7 +91,9 @@ def make_plan(abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Pat
     for path, sources in found.items():
         some = next(iter(sources.values()))
         count = "" if len(sources) == 1 else f" and {len(sources) - 1} more of {path}"
-        problems.add("unexpected tensors", f"{some.name} in {some.file.name}{count} belongs to no parameter of this model")
+        problems.add(
+            "unexpected tensors", f"{some.name} in {some.file.name}{count} belongs to no parameter of this model"
+        )
     problems.refuse(checkpoint)
     entries.sort(key=lambda entry: (entry.sources[0].file.name, entry.sources[0].offset))
     return LoadPlan(tuple(entries), tuple(notes))
@@ -147,7 +149,9 @@ def _by_parameter(
             problems.add("duplicates", f"{name} and {places[target.expert].name} are the same tensor, {official}")
         else:
             places[target.expert] = tensor
-    notes = [f"left out: {count} tensors ({left_out_bytes[reason]:,} bytes), {reason}" for reason, count in left_out.items()]
+    notes = [
+        f"left out: {count} tensors ({left_out_bytes[reason]:,} bytes), {reason}" for reason, count in left_out.items()
+    ]
     return found, notes
 
 
@@ -165,9 +169,13 @@ def _entry(
         absent = [place for place in places if place not in sources]
         extra = sorted(set(sources) - set(places))
         if absent and not unreadable:
-            problems.add("missing tensors", f"{path} has no tensor for {len(absent)} of {len(places)} experts: {_short(absent)}")
+            problems.add(
+                "missing tensors", f"{path} has no tensor for {len(absent)} of {len(places)} experts: {_short(absent)}"
+            )
         if extra:
-            problems.add("unexpected tensors", f"{path} has {len(places)} experts, but the files also hold {_short(extra)}")
+            problems.add(
+                "unexpected tensors", f"{path} has {len(places)} experts, but the files also hold {_short(extra)}"
+            )
         if absent or extra:
             return None
         ordered = tuple(sources[place] for place in places)
@@ -192,7 +200,9 @@ def _entry(
         where = f"{source.name} in {source.file.name}"
         if source.dtype not in allowed:
             good = False
-            problems.add("wrong dtypes", f"{where} is {source.dtype}; allowed for {path}: {', '.join(allowed) or 'none'}")
+            problems.add(
+                "wrong dtypes", f"{where} is {source.dtype}; allowed for {path}: {', '.join(allowed) or 'none'}"
+            )
         if source.shape != shape:
             good = False
             problems.add("wrong shapes", f"{where} is {list(source.shape)}; needed: {list(shape)}")
