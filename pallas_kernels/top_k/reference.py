@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 LAST = jnp.iinfo(jnp.int32).max
-FLOAT32_MAX = jnp.finfo(jnp.float32).max
 
 
 @functools.partial(jax.jit, static_argnames=("k", "order", "return_scores"))
@@ -41,11 +40,15 @@ def candidate_blocks(scores, lengths, topk_blocks, block_size):
     padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * block_size - total)]
     visible = jnp.pad(visible, padding, constant_values=-jnp.inf)
     best = jnp.max(visible.reshape(*scores.shape[:-1], blocks, block_size), axis=-1)
-    # +inf is the newest block's alone, so that no number of other pinned blocks can push it out.
-    best = jnp.where(jnp.isnan(best), FLOAT32_MAX, jnp.minimum(best, FLOAT32_MAX))
-    newest = (lengths - 1) // block_size
-    best = jnp.where((jnp.arange(blocks) == newest) & (lengths > 0), jnp.inf, best)
-    return top_k(best, min(topk_blocks, blocks))[0]
+    best = jnp.where(jnp.isnan(best), jnp.inf, best)
+    # The newest block stays out of the ranking, so that no number of infinite ones can push it out.
+    newest = jnp.where(lengths > 0, (lengths - 1) // block_size, -1)
+    width = min(topk_blocks, blocks)
+    if width == 1:
+        return newest
+    others, _ = top_k(jnp.where(jnp.arange(blocks) == newest, -jnp.inf, best), width - 1)
+    ids = jnp.concatenate([others, newest], axis=-1)
+    return _ordered(jnp.where(ids < 0, LAST, ids), None, "position", False)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("k", "order"))
