@@ -18,7 +18,30 @@ TABLE |= {
     "ops.bf16_ulps": (1, "one bf16 rounding of nearly equal float32 sums; golden/README.md states 1 ulp"),
     "ops.gemm.f32": (1e-6, "relative to the largest output; exact products, float32 sums in another order"),
     "ops.scores.f32": (1e-5, "float32 dot products of up to 128 terms and up to 64 heads, scores of a few units"),
+    "ops.scores.exact_products": (2e-5, "dots are exact, scores of up to 60 take one float32 rounding per head"),
     "ops.lse.f32": (2e-6, "natural log of a float32 sum, values of a few units"),
     "ops.splits.f32": (1e-6, "the same sums cut at other places (AC-48 states 1e-6)"),
     "ops.rotation.f32": (1e-5, "an orthogonal transform of both operands in float32 (AC-25 states 1e-5)"),
+}
+
+# ---------------------------------------------------------------- model
+
+TABLE |= {
+    "model.arrival.f32": (1e-5, "float32 sums in another order over six layers, logits of about 1; AC-31 states 1e-5"),
+    "model.arrival.bf16": (0.05, "a flipped bf16 or FP8 rounding spreads; golden/README.md gives 0.7 in a logit for ten layers"),
+}
+
+TABLE |= {
+    "model.rope": (1e-6, "one float32 rotation; golden/README.md states 1e-6"),
+    "model.rope.table": (1e-5, "cosine and sine of float32 angles; golden/README.md states 1e-5 at later positions"),
+    "model.rope.far": (1e-6, "float32 cosine against float64's of the same float32 angle (AC-29 states 1e-6)"),
+    "model.yarn.listed": (2e-6, "the specification lists nine digits of float32 values; powers differ in the last bits"),
+    "model.gate": (1e-6, "float32 scores of 96 terms; golden/README.md states 1e-6"),
+    "model.modules": (2e-6, "float32 sums in another order; golden/README.md states 2e-6"),
+    "model.hc": (2e-6, "float32 Sinkhorn normalisations; golden/README.md states 2e-6"),
+    "model.experts": (1e-5, "three float32 products of up to 64 terms against float64, relative to the largest output"),
+    "model.compressor.f32": (2e-6, "float32 sums in another order; golden/README.md states 2e-6"),
+    "model.compressor.bf16": (0.02, "one bf16 rounding on values of a few units; golden/README.md states 0.02"),
+    "model.attention.f32": (2e-6, "float32 sums in another order, relative to the largest value; README states 2e-6"),
+    "model.attention.bf16": (0.02, "bf16 roundings of scores and outputs; golden/README.md states 0.02"),
 }
