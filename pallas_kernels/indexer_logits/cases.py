@@ -1,0 +1,147 @@
+"""Named shapes of the indexer's dense scores."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels.case import Case
+from pallas_kernels.indexer_logits import sm90
+from pallas_kernels.records import IndexFP8, PagedRows
+
+WIDTH = 128
+_FP8 = jnp.float8_e4m3fn
+_RAGGED = "Indexer logits, ragged prefill (fp8)"
+_PAGED = "Indexer logits, paged decode (fp8)"
+
+
+def random_fp8(key, shape):
+    """Random FP8 values of every exponent below the largest eight: none is NaN, and few are equal."""
+    bits = jax.random.bits(key, shape, jnp.uint8)
+    return lax.bitcast_convert_type(bits & 0xBF, _FP8)
+
+
+def random_pages(key, num_pages, page_size):
+    """A cache of IndexFP8 pages of random keys with power-of-two scales."""
+    values, scales = jax.random.split(key)
+    values = lax.bitcast_convert_type(random_fp8(values, (num_pages, page_size * WIDTH)), jnp.uint8)
+    scales = jnp.exp2(jax.random.randint(scales, (num_pages, page_size), -3, 4).astype(jnp.float32))
+    scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(num_pages, -1)
+    return PagedRows(jnp.concatenate([values, scales], axis=1), IndexFP8(WIDTH), page_size)
+
+
+def exact_scores(q, keys, weights):
+    """sum_h weights * relu(q . keys) in float32: q [R, H, D], keys [R, S, D] or [S, D], weights [R, H] -> [R, S]."""
+    keys = jnp.broadcast_to(keys, (q.shape[0], *keys.shape[-2:]))
+
+    def row(arrays):
+        q, keys, weights = arrays
+        dots = jnp.einsum("hd,sd->hs", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
+        return jnp.einsum("h,hs->s", weights, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
+
+    return lax.map(row, (q, keys, weights))
+
+
+def relative_error(found, wanted, visible) -> float:
+    """Norm of the difference over the norm of `wanted`, where `visible`; infinite unless exactly the rest is -inf."""
+    masked = jnp.all(jnp.where(visible, jnp.isfinite(found), found == -jnp.inf))
+    difference = jnp.linalg.norm(jnp.where(visible, found - wanted, 0))
+    error = difference / jnp.linalg.norm(jnp.where(visible, wanted, 0))
+    return float(jnp.where(masked, error, jnp.inf))
+
+
+def _sample(count, of):
+    return np.unique(np.linspace(0, of - 1, count).astype(np.int32))
+
+
+def _ragged(heads, rows, keys, compiled=False):
+    def make(key):
+        a, b, c, d = jax.random.split(key, 4)
+        scale = jnp.exp2(jax.random.randint(d, (keys,), -3, 4).astype(jnp.float32))
+        start = jnp.zeros(rows, jnp.int32)
+        end = keys - rows + 1 + jnp.arange(rows, dtype=jnp.int32)
+        weights = jax.random.normal(c, (rows, heads))
+        return random_fp8(a, (rows, heads, WIDTH)), random_fp8(b, (keys, WIDTH)), weights, start, end, scale
+
+    def call(function, q, k, weights, start, end, scale):
+        return function(q, k, weights, row_start=start, row_end=end, k_scale=scale)
+
+    def check(found, q, k, weights, start, end, scale):
+        at = _sample(12, rows)
+        wanted = exact_scores(q[at], k.astype(jnp.float32), weights[at]) * scale
+        column = jnp.arange(keys)
+        return relative_error(found[at], wanted, (column >= start[at, None]) & (column < end[at, None]))
+
+    pairs = sum(keys - rows + 1 + i for i in range(rows))
+    return Case(
+        section=_RAGGED, shape=f"h{heads} sq{rows} skv{keys} causal float32", operation="indexer_logits",
+        function="indexer_logits", make=make, call=call, check=check, flops=2.0 * pairs * heads * WIDTH,
+        bytes=rows * heads * (WIDTH + 4) + keys * (WIDTH + 4) + 4.0 * pairs, peak="fp8", compiled=compiled,
+    )  # fmt: skip
+
+
+def _paged(heads, batch, rows, context, page_size=64, compiled=False):
+    pages = context // page_size
+
+    def make(key):
+        a, b, c, d = jax.random.split(key, 4)
+        table = jax.random.permutation(d, batch * pages).reshape(batch, pages).astype(jnp.int32)
+        lengths = jnp.full((batch, rows), context, jnp.int32)
+        keys = random_pages(b, batch * pages, page_size)
+        weights = jax.random.normal(c, (batch, rows, heads))
+        schedule = sm90.make_schedule(lengths, heads)
+        return random_fp8(a, (batch, rows, heads, WIDTH)), keys, weights, lengths, table, schedule
+
+    def call(function, q, keys, weights, lengths, table, schedule):
+        takes = "schedule" in inspect.signature(function).parameters
+        extra = {"schedule": schedule} if takes else {}
+        return function(q, keys, weights, context_lens=lengths, block_table=table, **extra)
+
+    def check(found, q, keys, weights, lengths, table, schedule):
+        at = _sample(4, batch)
+        row = jnp.arange(context, dtype=jnp.int32)
+        error = 0.0
+        for b in at:
+            slots = table[b][row // page_size] * page_size + row % page_size
+            wanted = exact_scores(q[b], keys.gather(slots), weights[b])
+            error = max(error, relative_error(found[b], wanted, row < lengths[b][:, None]))
+        return error
+
+    name = f"h{heads} b{batch} next_n{rows} ctx{context} float32" + ("" if page_size == 64 else f" page{page_size}")
+    pairs = batch * rows * context
+    return Case(
+        section=_PAGED, shape=name, operation="indexer_logits", function="paged_indexer_logits", make=make, call=call,
+        check=check, flops=2.0 * pairs * heads * WIDTH,
+        bytes=batch * rows * heads * (WIDTH + 4) + batch * context * (WIDTH + 4) + 4.0 * pairs, peak="fp8",
+        compiled=compiled,
+    )  # fmt: skip
+
+
+_LENGTHS = {64: (4096, 8192, 16384, 32768, 65536, 131072), 32: (4096, 16384, 65536, 131072)}
+_STANDARD = {(64, 2048, 32768), (32, 4096, 131072)}
+
+CASES = (
+    *[
+        _ragged(heads, rows, keys, compiled=(heads, rows, keys) in _STANDARD)
+        for heads, lengths in _LENGTHS.items()
+        for rows in (2048, 4096)
+        for keys in lengths
+    ],
+    _ragged(16, 2048, 32768, compiled=True),
+    _ragged(8, 2048, 32768, compiled=True),
+    *[
+        _paged(heads, batch, 1, context, compiled=(batch, context) == (32, 65536))
+        for heads in (64, 32)
+        for batch in (1, 32, 128)
+        for context in (4096, 16384, 65536, 131072)
+    ],
+    *[_paged(64, batch, 2, 65536, compiled=batch == 32) for batch in (1, 32, 128)],
+    _paged(64, 32, 3, 65536, compiled=True),
+    _paged(64, 32, 8, 65536),
+    _paged(16, 32, 1, 65536, compiled=True),
+    _paged(8, 32, 1, 65536, compiled=True),
+    _paged(64, 32, 1, 65536, page_size=32, compiled=True),
+    _paged(64, 32, 1, 65536, page_size=128, compiled=True),
+)

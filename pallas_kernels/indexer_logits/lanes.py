@@ -1,0 +1,274 @@
+"""The part of the Hopper logits kernels that is written lane by lane, each piece with its twin for the interpreter.
+
+A warpgroup holds 64 keys x (queries x heads) dot products in the layout of a wgmma accumulator: lane `l` of warp `w` has
+rows ``16 w + l // 4`` and eight further down, and of every eight columns the two at ``2 * (l % 4)``. The four lanes of a
+quad therefore share two keys, and each holds a quarter of the heads. They sum over their heads, then exchange sums so
+that each lane ends with the whole sum of other queries and stores those: no value is computed or stored twice.
+"""
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels import mosaic
+
+KEYS = 64  # keys of a tile: rows of a wgmma
+WGMMA = plgpu.Layout.WGMMA
+PER_KEY = WGMMA.reduce(1)
+PER_COLUMN = WGMMA.reduce(0)
+SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def bounds_width(queries: int) -> int:
+    """Length of the array that `load_bounds` returns."""
+    return 8 * max(1, queries // 4)
+
+
+def load_bounds(start_ref, end_ref, first, limit, *, queries: int):
+    """Visible ranges [start, end) of the query rows first .. first + queries - 1, each held by the lane that stores it.
+
+    start_ref, end_ref: int32 [rows] in device memory; start_ref None means 0. Rows at and beyond `limit` are empty.
+    Returns an int32 array for `store_scores`.
+    """
+    groups = max(1, queries // 4)
+    width = bounds_width(queries)
+
+    def twin(*args):
+        *refs, first, limit = args
+        values = []
+        for place in range(4 * groups):
+            row = first + place % queries
+            inside = row < limit
+            row = jnp.minimum(row, limit - 1)
+            end = jnp.where(inside, refs[-1][row], 0)
+            values += [refs[0][row] if len(refs) == 2 else jnp.int32(0), end]
+        return jnp.stack(values)
+
+    refs = [ref for ref in (start_ref, end_ref) if ref is not None]
+
+    @mosaic.lane_code(
+        arg_types=(*[plgpu.RefType()] * len(refs), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((width,), jnp.int32, layout=PER_COLUMN),
+        twin=twin,
+    )
+    def load(_, *args):
+        *refs, first, limit = args
+        i32 = ir.IntegerType.get_signless(32)
+        first, limit = _scalar(first), _scalar(limit)
+        quad = arith.remui(utils.thread_idx(), _i32(4))
+        registers = []
+        for group in range(groups):
+            query = arith.addi(quad, _i32(4 * group)) if queries >= 4 else arith.remui(quad, _i32(queries))
+            row = arith.addi(first, query)
+            inside = arith.cmpi(arith.CmpIPredicate.slt, row, limit)
+            row = arith.minsi(row, arith.subi(limit, _i32(1)))
+            found = [llvm.load(i32, utils.getelementptr(_global(ref), [row], i32)) for ref in refs]
+            end = arith.select(inside, found[-1], _i32(0))
+            start = found[0] if len(found) == 2 else _i32(0)
+            registers.append(vector.from_elements(ir.VectorType.get((2,), i32), [start, end]))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(PER_COLUMN.to_mgpu().registers_shape((width,))),
+            _layout=PER_COLUMN.to_mgpu(),
+            _is_signed=True,
+        )
+
+    return load(*refs, first, limit)
+
+
+def store_scores(
+    out_ref, dots, weights, scale, bounds, first, limit, column, *, queries: int, heads: int, rounding: bool
+):
+    """Stores scale * sum_h weights * relu(dots) of one tile of 64 keys for `queries` query rows; -inf out of range.
+
+    out_ref: float32 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights: [queries *
+    heads], scale: [64] or None, both float32. bounds: of `load_bounds`. first: query row of the first query, column:
+    column of the first key; rows from `limit` on and columns outside `out_ref` are left out. `rounding` rounds the dot
+    products, their products with the weights and the sums to bf16.
+    """
+    columns = out_ref.shape[1]
+    scaled = scale is not None
+
+    def twin(out_ref, dots, weights, bounds, first, limit, column, *scale):
+        products = jnp.maximum(_bf16(dots) if rounding else dots, 0) * weights
+        products = _bf16(products) if rounding else products
+        position = column + jax.lax.iota(jnp.int32, KEYS)
+        for j in range(queries):
+            score = jnp.sum(products[:, j * heads : (j + 1) * heads], axis=1)
+            score = _bf16(score) if rounding else score
+            score = score * scale[0] if scaled else score
+            place = j if queries >= 4 else j % queries
+            visible = (position >= bounds[2 * place]) & (position < bounds[2 * place + 1])
+
+            @pl.when(first + j < limit)
+            def _():
+                out_ref[first + j, pl.ds(column, KEYS)] = jnp.where(visible, score, -jnp.inf)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), WGMMA, PER_COLUMN, PER_COLUMN, SCALAR, SCALAR, SCALAR, *[PER_KEY] * scaled),
+        twin=twin,
+    )
+    def store(_, out_ref, dots, weights, bounds, first, limit, column, *scale):
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        thread = arith.remui(utils.thread_idx(), _i32(128))
+        quad = arith.remui(thread, _i32(4))
+        dots = dots.registers.reshape(queries, heads // 8, 2)  # query, eight heads, upper or lower eight keys
+        weights = [_elements(w) for w in weights.registers.flat]
+
+        # The sum over this lane's heads: four chains, so that one addition need not wait for the one before.
+        sums = {}
+        for j in range(queries):
+            for half in range(2):
+                chains = []
+                for c in range(heads // 8):
+                    for e, x in enumerate(_elements(dots[j, c, half])):
+                        w = weights[j * (heads // 8) + c][e]
+                        x = arith.maximumf(_round(x) if rounding else x, zero)
+                        if rounding:
+                            product = _round(arith.mulf(x, w))
+                            x, w = product, None
+                        if len(chains) < 4:
+                            chains.append(x if w is None else arith.mulf(x, w))
+                        else:
+                            chain = chains.pop(0)
+                            chains.append(arith.addf(chain, x) if w is None else _fma(x, w, chain))
+                while len(chains) > 1:
+                    chains.append(arith.addf(chains.pop(0), chains.pop(0)))
+                sums[j, half] = chains[0]
+
+        # Exchange across the quad. In a step two sums meet two lanes: each lane passes on the one it will not store.
+        bits = [arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, _i32(bit)), _i32(0)) for bit in (1, 2)]
+        axes = ["query 1", "query 2"] if queries >= 4 else ["query 1", "half"] if queries == 2 else ["half", None]
+        for bit, odd, axis in zip((1, 2), bits, axes):
+            if axis is None:
+                sums = {k: arith.addf(v, utils.shfl_bfly(v, bit)) for k, v in sums.items()}
+                continue
+            step = {}
+            for (j, half), low in sums.items():
+                if (half if axis == "half" else j & bit) != 0:
+                    continue
+                high = sums[(j, 1) if axis == "half" else (j + bit, half)]
+                kept, passed = arith.select(odd, high, low), arith.select(odd, low, high)
+                step[j, half] = arith.addf(kept, utils.shfl_bfly(passed, bit))
+            sums = step
+
+        # What this lane owns: queries quad, quad + 4, ... or, of few queries, also only one half of the keys.
+        first, limit, column = _scalar(first), _scalar(limit), _scalar(column)
+        upper = arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4)))
+        owned = bits[1] if queries == 2 else bits[0]  # the bit that says which half of the keys, for few queries
+        base = _global(out_ref)
+        scale = [_elements(s)[0] for s in scale[0].registers.flat] if scaled else None
+        for (j, half), score in sums.items():
+            group = j // 4
+            start, end = _elements(bounds.registers.flat[group])
+            query = arith.addi(quad, _i32(4 * group)) if queries >= 4 else arith.remui(quad, _i32(queries))
+            score = _round(score) if rounding else score
+            key = arith.addi(upper, _i32(8 * half)) if queries >= 4 else arith.addi(upper, arith.select(owned, _i32(8), _i32(0)))
+            if scaled:
+                factor = scale[half] if queries >= 4 else arith.select(owned, scale[1], scale[0])
+                score = arith.mulf(score, factor)
+            position = arith.addi(column, key)
+            row = arith.addi(first, query)
+            visible = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.sge, position, start), arith.cmpi(arith.CmpIPredicate.slt, position, end)
+            )
+            nothing = arith.constant(f32, ir.FloatAttr.get(f32, float("-inf")))
+            score = arith.select(visible, score, nothing)
+            inside = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.slt, position, _i32(columns)),
+                arith.cmpi(arith.CmpIPredicate.slt, row, limit),
+            )
+            if queries == 1:
+                inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.slt, quad, _i32(2)))
+            offset = arith.addi(
+                arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns))),
+                arith.extsi(i64, position),
+            )
+            _store_if(inside, utils.getelementptr(base, [offset], f32), score)
+
+    store(out_ref, dots, weights, bounds, first, limit, column, *([scale] if scaled else []))
+
+
+def fill(out_ref, row, begin, end):
+    """Stores -inf to the columns [begin, end) of row `row` of `out_ref`, by one warpgroup. A row outside is left out."""
+    rows, columns = out_ref.shape
+
+    def twin(out_ref, row, begin, end):
+        def one(column, _):
+            out_ref[row, column] = -jnp.inf
+
+        @pl.when(row < rows)
+        def _():
+            jax.lax.fori_loop(begin, jnp.maximum(jnp.minimum(end, columns), begin), one, None)
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), twin=twin)
+    def store(_, out_ref, row, begin, end):
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        row, begin, end = _scalar(row), _scalar(begin), _scalar(end)
+        end = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, _i32(rows)), arith.minsi(end, _i32(columns)), _i32(0))
+        nothing = arith.constant(f32, ir.FloatAttr.get(f32, float("-inf")))
+        start = arith.addi(begin, arith.remui(utils.thread_idx(), _i32(128)))
+        offset = arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns)))
+        base = utils.getelementptr(_global(out_ref), [offset], f32)
+
+        @utils.fori(arith.maxsi(arith.ceildivsi(arith.subi(end, begin), _i32(128)), _i32(0)), ())
+        def _(i, _carry):
+            column = arith.addi(start, arith.muli(i, _i32(128)))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, column, end)
+            _store_if(inside, utils.getelementptr(base, [column], f32), nothing)
+            return ()
+
+    store(out_ref, row, begin, end)
+
+
+def _bf16(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _i32(value):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _scalar(array):
+    """The value of a splat array of shape ()."""
+    (register,) = array.registers.flat
+    return _elements(register)[0] if isinstance(register.type, ir.VectorType) else register
+
+
+def _elements(register):
+    """The elements of a register that holds a short vector."""
+    count = ir.VectorType(register.type).shape[0]
+    return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([i])) for i in range(count)]
+
+
+def _global(ref):
+    """A pointer to device memory that says so, for st.global instead of generic stores."""
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
+
+
+def _fma(a, b, c):
+    return llvm.intr_fma(a, b, c)
+
+
+def _round(x):
+    """A float32 rounded to bf16 precision."""
+    return arith.extf(ir.F32Type.get(), arith.truncf(ir.BF16Type.get(), x))
+
+
+def _store_if(condition, pointer, value):
+    """A store under a predicate: no branch, so lanes stay together."""
+    i32 = ir.IntegerType.get_signless(32)
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [pointer, value, arith.extui(i32, condition)],
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }",
+        "l,f,r",
+        has_side_effects=True,
+    )

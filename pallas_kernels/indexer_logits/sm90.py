@@ -1,0 +1,431 @@
+"""Indexer scores on Hopper: FP8 wgmma, TMA loads, scores finished in registers.
+
+A thread block scores a few query rows against a run of keys. A producer warpgroup loads tiles of 64 keys by TMA into a
+ring; each math warpgroup takes every n-th tile, multiplies its keys with all (query, head) columns at once (keys are the
+rows of the wgmma, so that the sum over the heads runs along an accumulator's registers), and reduces and stores while
+the tensor cores work for the other warpgroups. In prefill a block has 256 columns, so that a key byte from L2 serves 256
+products of each of its values: with half as many L2 would be the limit.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int32
+
+from pallas_kernels import mosaic
+from pallas_kernels.indexer_logits import lanes
+from pallas_kernels.records import IndexFP8
+
+WIDTH = 128
+HEADS = (8, 16, 32, 64)
+PAGE_SIZES = (32, 64, 128)
+FP8 = jnp.float8_e4m3fn
+_FP8_TILE = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
+_FILLED = 8192  # columns of -inf that a warpgroup writes at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How the work is cut. Checks itself.
+
+    columns: (query, head) pairs of a block at most: the columns of one wgmma. math: math warpgroups. stages: tiles of 64
+    keys in the ring. runs: runs of keys that a query block's keys are cut into, times blocks, per multiprocessor.
+    """
+
+    columns: int
+    math: int
+    stages: int
+    runs: int
+
+    def __post_init__(self):
+        if self.columns not in (64, 128, 256):
+            raise ValueError(f"columns={self.columns}; the kernel takes 64, 128 or 256.")
+        if self.math not in (1, 2, 3, 4) or (self.columns == 256 and self.math > 2):
+            raise ValueError(f"math={self.math} warpgroups do not fit the registers with {self.columns} columns.")
+        if self.stages < 2 or self.stages % self.math:
+            raise ValueError(f"stages={self.stages}; the ring needs a multiple of math={self.math}, and at least 2.")
+        if self.runs < 1:
+            raise ValueError(f"runs={self.runs}; there must be at least one.")
+
+    @property
+    def registers(self) -> int:
+        """Registers of a math thread, once the producer has given up its own."""
+        return {1: 232, 2: 232, 3: 160, 4: 112}[self.math]
+
+
+RAGGED = TuningConfig(columns=256, math=2, stages=6, runs=4)
+PAGED = TuningConfig(columns=256, math=2, stages=10, runs=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Which thread block scores which run of keys for which queries. Made once per step, shared by all layers.
+
+    segments: int32 [G, 3], a block of query rows and its tiles [begin, end) of 64 keys. first: int32 [blocks + 1], the
+    first segment of every thread block.
+    """
+
+    segments: Any
+    first: Any
+
+
+def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=None, config=RAGGED):
+    """See `pallas_kernels.indexer_logits.indexer_logits`. FP8 queries and keys of width 128; float32 accumulation."""
+    rows, heads, width = q.shape
+    _require(heads, width, q.dtype)
+    if k.dtype != FP8:
+        raise NotImplementedError(f"the sm90 kernel takes float8_e4m3fn keys, not {k.dtype}.")
+    if 0 in (rows, k.shape[0]):
+        return jnp.full((rows, k.shape[0]), -jnp.inf, jnp.float32)
+    return _ragged(q, k, weights, row_start, row_end, k_scale, rounding is not None, config)
+
+
+def paged_indexer_logits(
+    q, keys, weights, *, context_lens, block_table, rounding=None, schedule=None, config=PAGED
+):
+    """See `pallas_kernels.indexer_logits.paged_indexer_logits`. FP8 queries, IndexFP8 keys of width 128.
+
+    schedule: of `make_schedule` for the same context_lens; None makes it here.
+    """
+    batch, rows, heads, width = q.shape
+    _require(heads, width, q.dtype)
+    if not isinstance(keys.format, IndexFP8):
+        raise NotImplementedError(f"the sm90 kernel reads IndexFP8 keys, not {keys.format}.")
+    if keys.page_size not in PAGE_SIZES or keys.pages.shape[1] % 128:
+        raise NotImplementedError(
+            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of 128 "
+            f"bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
+        )
+    if 0 in (batch, rows, block_table.shape[1]):
+        return jnp.full((batch, rows, block_table.shape[1] * keys.page_size), -jnp.inf, jnp.float32)
+    if schedule is None:
+        schedule = make_schedule(context_lens, heads, config)
+    return _paged(q, keys, weights, context_lens, block_table, schedule, rounding is not None, config)
+
+
+def queries_per_block(rows: int, heads: int, config: TuningConfig = PAGED) -> int:
+    """Query rows of a request that a thread block scores at once: a power of two that makes 32 columns or more."""
+    most = max(1, config.columns // heads)
+    return max(min(most, 1 << (rows - 1).bit_length()), 32 // heads)
+
+
+def make_schedule(context_lens: Int32[Array, "B N"], heads: int, config: TuningConfig = PAGED) -> Schedule:
+    """Cuts the visible keys of all requests, laid end to end, into equal runs, one per thread block."""
+    batch, rows = context_lens.shape
+    queries = queries_per_block(rows, heads, config)
+    blocks = -(-rows // queries)
+    padded = jnp.pad(context_lens, ((0, 0), (0, blocks * queries - rows)))
+    visible = jnp.max(padded.reshape(batch * blocks, queries), axis=1)
+    tiles = jnp.maximum(visible + lanes.KEYS - 1, 0) // lanes.KEYS
+    ends = jnp.cumsum(tiles)
+    total, starts = ends[-1], ends - tiles
+    threads = mosaic.CORES * config.runs
+    cuts = jnp.arange(threads + 1, dtype=jnp.int32)
+    # i * total / threads without passing 2^31
+    cuts = cuts * (total // threads) + cuts * (total % threads) // threads
+    borders = jnp.sort(jnp.concatenate([cuts[:-1], starts]))
+    following = jnp.append(borders[1:], total)
+    block = jnp.searchsorted(ends, borders, side="right", method="compare_all").astype(jnp.int32)
+    filled = following > borders
+    order = jnp.argsort(~filled, stable=True)
+    base = starts[jnp.minimum(block, batch * blocks - 1)]
+    segments = jnp.stack([block, borders - base, following - base], axis=1)[order]
+    first = jnp.sum(filled & (borders < cuts[:, None]), axis=1, dtype=jnp.int32)
+    return Schedule(segments.astype(jnp.int32), first)
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
+    rows, heads, _ = q.shape
+    total = k.shape[0]
+    queries = config.columns // heads if heads <= config.columns else 1
+    columns = queries * heads
+    blocks = -(-rows // queries)
+    tiles = -(-total // lanes.KEYS)
+    splits = max(1, min(tiles, mosaic.CORES * config.runs // blocks))
+    # The interpreter knows no predicated stores: its tiles must lie within the output.
+    stored = (rows, tiles * lanes.KEYS) if mosaic.is_interpreted() else (rows, total)
+    scaled = k_scale is not None
+
+    def body(q_ref, k_ref, w_ref, start_ref, end_ref, *refs):
+        scale_ref = refs[0] if scaled else None
+        out_ref, q_s, w_s, k_s, scale_s, full, empty, ready = refs[scaled:]
+        k_s, k_rows_s = mosaic.row_tile_views(k_s)
+        wg = lax.axis_index("wg")
+        split = lax.axis_index("split")
+        first = (blocks - 1 - lax.axis_index("block")) * queries  # the longest rows of a causal call first
+        low, high = jnp.int32(total), jnp.int32(0)
+        for j in range(queries):
+            row = jnp.minimum(first + j, rows - 1)
+            start, end = jnp.maximum(start_ref[row], 0), jnp.minimum(end_ref[row], total)
+            low = jnp.where(start < end, jnp.minimum(low, start), low)
+            high = jnp.where(start < end, jnp.maximum(high, end), high)
+        low, high = low // lanes.KEYS, (high + lanes.KEYS - 1) // lanes.KEYS
+        count = jnp.maximum(high - low, 0)
+        low = jnp.where(count > 0, low, 0)
+        begin, stop = low + split * count // splits, low + (split + 1) * count // splits
+
+        def load(tile, slot):
+            keys = pl.ds(tile * lanes.KEYS, lanes.KEYS)
+            plgpu.copy_gmem_to_smem(k_ref.at[keys], k_rows_s.at[slot], full.at[slot])
+            if scaled:
+                plgpu.copy_gmem_to_smem(scale_ref.at[keys], scale_s.at[slot], full.at[slot])
+
+        def produce():
+            plgpu.set_max_registers(24, action="decrease")
+            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first * heads, columns)], q_s, ready)
+            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(first * heads, columns)], w_s, ready)
+            loaded = _load_tiles(load, begin, stop, 0, empty, config)
+            _drain(loaded, empty, config)
+
+        def math():
+            plgpu.set_max_registers(config.registers, action="increase")
+            bounds = lanes.load_bounds(start_ref, end_ref, first, jnp.int32(rows), queries=queries)
+            plgpu.barrier_wait(ready)
+            w = plgpu.load(w_s, layout=lanes.PER_COLUMN)
+
+            def finish(dots, scale, tile):
+                lanes.store_scores(
+                    out_ref, dots, w, scale, bounds, first, jnp.int32(rows), tile * lanes.KEYS,
+                    queries=queries, heads=heads, rounding=rounding,
+                )  # fmt: skip
+
+            _score_tiles(finish, q_s, k_s, scale_s if scaled else None, full, empty, wg, begin, stop, 0, config)
+            share, shares = split * config.math + wg, splits * config.math
+            for j in range(queries):
+                _fill_share(out_ref, first + j, 0, low * lanes.KEYS, share, shares)
+                _fill_share(out_ref, first + j, (low + count) * lanes.KEYS, total, share, shares)
+
+        lax.cond(wg == config.math, produce, math)
+
+    scores = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(stored, jnp.float32),
+        grid=(splits, blocks),
+        grid_names=("split", "block"),
+        num_threads=config.math + 1,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((columns, WIDTH), FP8, transforms=_FP8_TILE),
+            plgpu.SMEM((columns,), jnp.float32),
+            *_ring(1 + scaled, config),
+            plgpu.Barrier(num_arrivals=2),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(
+        q.reshape(rows * heads, WIDTH), k, weights.astype(jnp.float32).reshape(rows * heads), row_start, row_end,
+        *([k_scale] if scaled else []),
+    )  # fmt: skip
+    return scores[:rows, :total]
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, config):
+    batch, rows, heads, _ = q.shape
+    page_size, pages = keys.page_size, keys.pages.shape[0]
+    total = block_table.shape[1] * page_size
+    queries = queries_per_block(rows, heads, config)
+    columns = queries * heads
+    blocks = -(-rows // queries)
+    threads = schedule.first.shape[0] - 1
+    pieces = max(1, lanes.KEYS // page_size)  # pages of a tile, or 1 where a page has several tiles
+    piece = lanes.KEYS // pieces
+    value_rows, scale_at = keys.pages.shape[1] // WIDTH, page_size * WIDTH // 4
+    stored = -(-total // lanes.KEYS) * lanes.KEYS if mosaic.is_interpreted() else total
+
+    def body(q_ref, k_ref, scale_ref, w_ref, length_ref, table_ref, segment_ref, first_ref, *refs):
+        out_ref, q_s, w_s, k_s, scale_s, full, empty, ready, used = refs
+        k_s, k_rows_s = mosaic.row_tile_views(k_s)
+        wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
+        begin, stop = first_ref[thread], first_ref[thread + 1]
+
+        def place(i):
+            """Request, query block within it, first and last tile, and slot for the queries of segment i."""
+            block = segment_ref[i, 0]
+            return block // blocks, lax.rem(block, blocks), segment_ref[i, 1], segment_ref[i, 2], lax.rem(i - begin, 2)
+
+        def load(request, tile, slot):
+            for i in range(pieces):
+                position = tile * lanes.KEYS + i * piece
+                entry = jnp.minimum(position // page_size, block_table.shape[1] - 1)
+                page = jnp.clip(table_ref[request, entry], 0, pages - 1)
+                row = lax.rem(position, page_size)
+                to = pl.ds(i * piece, piece)
+                plgpu.copy_gmem_to_smem(
+                    k_ref.at[pl.ds(page * value_rows + row, piece)], k_rows_s.at[slot, to], full.at[slot]
+                )
+                plgpu.copy_gmem_to_smem(
+                    scale_ref.at[page, pl.ds(scale_at + row, piece)], scale_s.at[slot, to], full.at[slot]
+                )
+
+        def produce():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def segment(i, loaded):
+                request, block, low, high, at = place(i)
+
+                @pl.when(i - begin >= 2)
+                def _():
+                    plgpu.barrier_wait(used.at[at])
+
+                column = pl.ds(block * columns, columns)
+                plgpu.copy_gmem_to_smem(q_ref.at[request, column], q_s.at[at], ready.at[at])
+                plgpu.copy_gmem_to_smem(w_ref.at[request, column], w_s.at[at], ready.at[at])
+                return _load_tiles(functools.partial(load, request), low, high, loaded, empty, config)
+
+            loaded = lax.fori_loop(begin, stop, segment, jnp.int32(0))
+            _drain(loaded, empty, config)
+
+            def drain(i, _):
+                plgpu.barrier_wait(used.at[lax.rem(i - begin, 2)])
+
+            lax.fori_loop(jnp.maximum(begin, stop - 2), stop, drain, None)
+
+        def math():
+            plgpu.set_max_registers(config.registers, action="increase")
+            _fill_unseen(out_ref, length_ref, rows, queries, thread * config.math + wg, threads * config.math)
+
+            def segment(i, scored):
+                request, block, low, high, at = place(i)
+                first = request * rows + block * queries
+                limit = (request + 1) * rows
+                bounds = lanes.load_bounds(None, length_ref, first, limit, queries=queries)
+                plgpu.barrier_wait(ready.at[at])
+                w = plgpu.load(w_s.at[at], layout=lanes.PER_COLUMN)
+
+                def finish(dots, scale, tile):
+                    lanes.store_scores(
+                        out_ref, dots, w, scale, bounds, first, limit, tile * lanes.KEYS,
+                        queries=queries, heads=heads, rounding=rounding,
+                    )  # fmt: skip
+
+                _score_tiles(finish, q_s.at[at], k_s, scale_s, full, empty, wg, low, high, scored, config)
+                plgpu.barrier_arrive(used.at[at])
+                return scored + high - low
+
+            lax.fori_loop(begin, stop, segment, jnp.int32(0))
+
+        lax.cond(wg == config.math, produce, math)
+
+    scores = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch * rows, stored), jnp.float32),
+        grid=(threads,),
+        grid_names=("thread",),
+        num_threads=config.math + 1,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((2, columns, WIDTH), FP8, transforms=_FP8_TILE),
+            plgpu.SMEM((2, columns), jnp.float32),
+            *_ring(2 * pieces, config),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
+            plgpu.Barrier(num_arrivals=config.math, num_barriers=2),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(
+        q.reshape(batch, rows * heads, WIDTH),
+        lax.bitcast_convert_type(keys.pages, FP8).reshape(-1, WIDTH),
+        lax.bitcast_convert_type(keys.pages.reshape(pages, -1, 4), jnp.float32),
+        weights.astype(jnp.float32).reshape(batch, rows * heads),
+        context_lens.reshape(-1), block_table, schedule.segments, schedule.first,
+    )  # fmt: skip
+    return scores[:, :total].reshape(batch, rows, total)
+
+
+def _ring(copies, config):
+    """Tiles of keys and their scales, and the barriers that say a tile is full or empty."""
+    return [
+        mosaic.row_tile((config.stages, lanes.KEYS, WIDTH), FP8),
+        plgpu.SMEM((config.stages, lanes.KEYS), jnp.float32),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+        plgpu.Barrier(num_barriers=config.stages),
+    ]
+
+
+def _load_tiles(load, begin, stop, loaded, empty, config):
+    """Loads the tiles [begin, stop) into the ring, after `loaded` others. Returns how many were loaded by then."""
+
+    def step(tile, loaded):
+        slot = lax.rem(loaded, config.stages)
+
+        @pl.when(loaded >= config.stages)
+        def _():
+            plgpu.barrier_wait(empty.at[slot])
+
+        load(tile, slot)
+        return loaded + 1
+
+    return lax.fori_loop(begin, stop, step, jnp.int32(loaded))
+
+
+def _drain(loaded, empty, config):
+    """Waits until the last tiles were used, so that no arrival is left unseen."""
+
+    def step(i, _):
+        plgpu.barrier_wait(empty.at[lax.rem(i, config.stages)])
+
+    lax.fori_loop(jnp.maximum(loaded - config.stages, 0), loaded, step, None)
+
+
+def _score_tiles(finish, q_s, k_s, scale_s, full, empty, wg, begin, stop, scored, config):
+    """Warpgroup `wg`'s tiles of [begin, stop), `scored` tiles having gone before: keys x columns, then `finish`."""
+    skipped = lax.rem(wg + config.math - lax.rem(jnp.int32(scored), config.math), config.math)
+
+    def step(i, _):
+        tile = begin + skipped + i * config.math
+        slot = lax.rem(scored + tile - begin, config.stages)
+        plgpu.barrier_wait(full.at[slot])
+
+        def product(acc):
+            plgpu.wgmma(acc, k_s.at[slot], q_s.T)
+            return acc[...]
+
+        dots = pl.run_scoped(product, plgpu.ACC((lanes.KEYS, q_s.shape[0]), jnp.float32))
+        scale = None if scale_s is None else plgpu.load(scale_s.at[slot], layout=lanes.PER_KEY)
+        plgpu.barrier_arrive(empty.at[slot])
+        finish(dots, scale, tile)
+
+    lax.fori_loop(0, (stop - begin - skipped + config.math - 1) // config.math, step, None)
+
+
+def _fill_share(out_ref, row, begin, end, share, shares):
+    """-inf to one of `shares` equal runs of the columns [begin, end) of a row."""
+    width = (jnp.maximum(end - begin, 0) + shares - 1) // shares
+    start = begin + share * width
+    lanes.fill(out_ref, row, start, jnp.minimum(start + width, end))
+
+
+def _fill_unseen(out_ref, length_ref, rows, queries, share, shares):
+    """-inf to the columns that no tile of a row's query block covers; pieces go round among `shares`."""
+    total = out_ref.shape[1]
+    pieces = -(-total // _FILLED)
+
+    def step(i, _):
+        item = share + i * shares
+        row, piece = item // pieces, lax.rem(item, pieces)
+        request, block = row // rows, lax.rem(row, rows) // queries
+        longest = jnp.int32(0)
+        for j in range(queries):
+            other = jnp.minimum(block * queries + j, rows - 1)
+            longest = jnp.maximum(longest, length_ref[request * rows + other])
+        seen = (longest + lanes.KEYS - 1) // lanes.KEYS * lanes.KEYS
+        lanes.fill(out_ref, row, jnp.maximum(piece * _FILLED, seen), jnp.minimum((piece + 1) * _FILLED, total))
+
+    count = out_ref.shape[0] * pieces
+    lax.fori_loop(0, (count - share + shares - 1) // shares, step, None)
+
+
+def _require(heads, width, dtype):
+    if heads not in HEADS or width != WIDTH:
+        raise NotImplementedError(
+            f"the sm90 kernel takes {', '.join(map(str, HEADS))} heads of width {WIDTH}, and q has {heads} of {width}."
+        )
+    if dtype != FP8:
+        raise NotImplementedError(f"the sm90 kernel takes float8_e4m3fn queries, not {dtype}.")
