@@ -21,6 +21,9 @@ from dsa_jax.tap import Tap
 SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
 
+HostOrDevice = np.ndarray | Array
+Tokens = Sequence[int] | np.ndarray
+
 
 @dataclass(frozen=True)
 class ImageSpan:
@@ -105,12 +108,16 @@ class LanguageModel:
         return new_cache(self.config, self.numerics, requests, max_tokens)
 
     def forward(
-        self, cache: Cache, tokens: Int32[Array, "B S"], count: Int32[Array, " B"], image: ImageRows | None = None
+        self,
+        cache: Cache,
+        tokens: Int32[HostOrDevice, "B S"],
+        count: Int32[HostOrDevice, " B"],
+        image: ImageRows | None = None,
     ) -> tuple[Float[Array, "B S V"], Cache, dict[str, Array]]:
         """Logits of every row and all taps of one step: for comparing numerics, not for speed."""
         return self._forward(self.leaves, cache, jnp.asarray(tokens), jnp.asarray(count), image)
 
-    def draft(self, cache: Cache, tokens: Int32[Array, " B"]) -> Draft:
+    def draft(self, cache: Cache, tokens: Int32[HostOrDevice, " B"]) -> Draft:
         """Drafts that follow `tokens`, which follow the tokens in the cache (not changed, not donated).
 
         ValueError if the checkpoint has no draft stages.
@@ -122,7 +129,7 @@ class LanguageModel:
     def prefill(
         self,
         cache: Cache,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Tokens],
         images: Sequence[Sequence[ImageSpan]] | None = None,
         chunk: int | None = None,
     ) -> tuple[Float[Array, "B V"], Cache]:
@@ -230,7 +237,7 @@ class LanguageModel:
 
 def stream(
     lm: LanguageModel,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Tokens],
     max_new_tokens: int,
     *,
     sampling: Sampling | None = None,
@@ -262,7 +269,7 @@ def stream(
             return
 
 
-def generate(lm: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options) -> list[list[int]]:
+def generate(lm: LanguageModel, prompts: Sequence[Tokens], max_new_tokens: int, **options) -> list[list[int]]:
     """All new tokens of each prompt; options as for `stream`."""
     tokens: list[list[int]] = [[] for _ in prompts]
     for chunk in stream(lm, prompts, max_new_tokens, **options):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax.cache import Cache
@@ -117,11 +118,11 @@ def _run_prefill(lm: LanguageModel, case: Case, cache: Cache, rows: int) -> dict
     out = {"prefill.logits": np.asarray(logits)[0, :n], "cache": cache}
     out |= {f"prefill.{name}": value for name, value in _layer_results(lm, values, n, n).items()}
     for role in lm.plan:
-        ring = np.asarray(cache.windows[role.index].gather(np.arange(lm.config.sliding_window, dtype=np.int32), np.float32))
+        ring = np.asarray(cache.windows[role.index].gather(jnp.arange(lm.config.sliding_window, dtype=jnp.int32), np.float32))
         out[f"prefill.layer{role.index}.window_kv_ring"] = ring
         if role.mode == "full":
             source = cache.sources[role.index]
-            slots = np.arange(n // role.ratio, dtype=np.int32)  # of one request, whose pages are in order
+            slots = jnp.arange(n // role.ratio, dtype=jnp.int32)  # of one request, whose pages are in order
             out[f"prefill.layer{role.index}.compress_kv"] = np.asarray(source.compressed.gather(slots, np.float32))
             out[f"prefill.layer{role.index}.index_k"] = np.asarray(source.index_keys.gather(slots, np.float32))
             out[f"prefill.layer{role.index}.compressor_latent"] = out.pop(f"prefill.layer{role.index}.latent")
@@ -145,7 +146,7 @@ def _rows_of(taps: dict, n: int) -> Tensors:
     """Taps of request 0, its first n rows, as NumPy; latents are cut to the groups that ended."""
     values = {}
     for name, value in taps.items():
-        if name.endswith(("index_keys", "groups")):
+        if name.endswith(".groups"):
             continue
         array = np.asarray(value)
         array = array[0].astype(np.float32) if array.dtype.kind not in "iub" else array[0]

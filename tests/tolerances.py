@@ -19,6 +19,8 @@ TABLE |= {
     "ops.gemm.f32": (1e-6, "relative to the largest output; exact products, float32 sums in another order"),
     "ops.scores.f32": (1e-5, "float32 dot products of up to 128 terms and up to 64 heads, scores of a few units"),
     "ops.scores.exact_products": (2e-5, "dots are exact, scores of up to 60 take one float32 rounding per head"),
+    "ops.rounded_p.f32": (2e-5, "exp of a float32 score may fall on the other side of a bf16 tie for a few terms"),
+    "ops.sparse_attn.bf16": (0.01, "probabilities and output rounded to bf16 (2^-9 relative each), outputs below 2"),
     "ops.lse.f32": (2e-6, "natural log of a float32 sum, values of a few units"),
     "ops.splits.f32": (1e-6, "the same sums cut at other places (AC-48 states 1e-6)"),
     "ops.rotation.f32": (1e-5, "an orthogonal transform of both operands in float32 (AC-25 states 1e-5)"),

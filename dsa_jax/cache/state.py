@@ -1,5 +1,6 @@
 """The caches of a batch of requests."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -59,9 +60,7 @@ class Cache:
 
 def page_tokens(config: V41Config, tokens: int = 128) -> int:
     """Tokens a page holds: at least `tokens`, and whole groups and whole candidate blocks of every ratio."""
-    unit = 1
-    for ratio in {r for r in config.compress_ratios if r}:
-        unit = max(unit, ratio * config.candidate_block_size)
+    unit = math.lcm(*(ratio * config.candidate_block_size for ratio in config.compress_ratios if ratio))
     return -(-tokens // unit) * unit
 
 

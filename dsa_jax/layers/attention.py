@@ -161,11 +161,18 @@ def extend_window(
     return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)
 
 
-def tap_scores(tap: Tap, q, weights, keys: ops.PagedRows, step: Step, ratio: int, numerics: Numerics) -> None:
-    """Taps the indexer's operands and all its scores, which the selection itself never holds at once."""
+def tap_scores(
+    tap: Tap,
+    q: Float[Array, "B S H e"],
+    weights: Float[Array, "B S H"],
+    keys: ops.PagedRows,
+    step: Step,
+    ratio: int,
+    numerics: Numerics,
+) -> None:
+    """Taps the indexer's query side and all its scores, which the selection itself never holds at once."""
     tap("index_q", q)
     tap("index_weights", weights)
-    tap("index_keys", keys)
     score = ops.paged_indexer_logits(
         q, keys, weights,
         context_lens=step.visible(ratio), block_table=step.block_table, rounding=numerics.score_rounding,

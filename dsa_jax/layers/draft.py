@@ -5,6 +5,7 @@ the last token and noise tokens through the stages, all of which see each other,
 token depend on the one before it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -76,7 +77,7 @@ class DraftStage(Block):
 
 
 def remember(
-    stages: nnx.List,
+    stages: Sequence[DraftStage],
     windows: tuple[ops.PagedRows, ...],
     main_hidden: Float[Array, "B S td"],
     step: Step,
@@ -92,7 +93,7 @@ def remember(
 
 
 def draft(
-    stages: nnx.List,
+    stages: Sequence[DraftStage],
     windows: tuple[ops.PagedRows, ...],
     embed: Embedding,
     head: Linear,

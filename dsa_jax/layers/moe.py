@@ -27,7 +27,7 @@ class Gate(nnx.Module):
 def route(
     x: Float[Array, "T d"],
     weight: Float[Array, "E d"],
-    bias: Float[Array, "T E"] | None,
+    bias: Float[Array, "#T E"] | None,
     k: int,
     *,
     scoring_func: str,
@@ -155,7 +155,7 @@ class MoE(nnx.Module):
     ) -> Float[Array, "*rows d"]:
         """Routed sum plus shared expert, float32, rounded once. Image positions are routed with bias_vl."""
         shape, x = x.shape, x.reshape(-1, x.shape[-1])
-        bias = self.gate.bias[...]
+        bias = self.gate.bias[...][None]
         if is_image is not None:
             bias = jnp.where(is_image.reshape(-1, 1), self.gate.bias_vl[...], bias)
         chosen, weights = route(

@@ -1,0 +1,315 @@
+"""Layers against what DeepSeek's own modules computed (tests/golden/v41/ops)."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tolerances
+from conftest import read_golden
+from flax import nnx
+
+from dsa_jax.config import YarnConfig
+from dsa_jax.layer_plan import RopeSpec
+from dsa_jax.layers import engram, hyper_connections, moe, rope
+from dsa_jax.layers.compressor import Compressor
+from dsa_jax.numerics import BF16, F32, MODES
+from dsa_jax.step import Step
+
+MODULE_MODES = {"f32": F32, "bf16": BF16}
+
+
+@functools.cache
+def both(name: str) -> dict[str, dict[str, np.ndarray]]:
+    """The f32 file, and the bf16 file over it: tensors equal in both are in the f32 file only."""
+    f32 = read_golden(f"v41/ops/{name}_f32")
+    return {"f32": f32, "bf16": f32 | read_golden(f"v41/ops/{name}_bf16")}
+
+
+def compare(ours, golden: np.ndarray, name: str) -> None:
+    """Largest difference, relative to the largest value above 1."""
+    ours = np.asarray(ours).astype(np.float32)
+    golden = golden.astype(np.float32)
+    assert ours.shape == golden.shape
+    scale = max(1.0, float(np.abs(golden).max()))
+    gap = float(np.abs(ours - golden).max()) / scale
+    assert gap <= tolerances.of(name), f"{gap} > {tolerances.of(name)}"
+
+
+def compare_ulp(ours, golden: np.ndarray) -> None:
+    """Every value within one bf16 step of the golden value, on almost all exactly."""
+    ours, golden = np.asarray(ours).astype(np.float32), golden.astype(np.float32)
+    step = np.exp2(np.floor(np.log2(np.maximum(np.abs(golden), 1e-30))) - 7)
+    assert (np.abs(ours - golden) <= step * tolerances.of("ops.bf16_ulps") * 1.001).all()
+
+
+# ---------------------------------------------------------------- rotation
+
+ROPE = sorted({n.rsplit(".", 1)[0] for n in read_golden("v41/ops/rope")})
+
+
+def rope_spec(name: str) -> tuple[int, RopeSpec]:
+    dim, original, base, factor = (int("".join(c for c in part if c.isdigit())) for part in name.split("_"))
+    yarn = YarnConfig(factor=float(factor), beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=original)
+    return dim, RopeSpec(float(base), yarn if original else None)
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rope_tables_rotation_and_inverse(name):
+    golden, (dim, spec) = read_golden("v41/ops/rope"), rope_spec(name)
+    cos, sin = golden[name + ".cos"], golden[name + ".sin"]
+    angles = rope.rope_angles(dim, spec, jnp.arange(len(cos), dtype=jnp.int32))
+    compare(angles[0], cos, "model.rope.table")
+    compare(angles[1], sin, "model.rope.table")
+    x = jnp.asarray(golden[name + ".x"][0])
+    first = tuple(a[: len(x)] for a in angles)
+    compare(rope.apply_rope(x, first, F32), golden[name + ".rotated"][0], "model.rope")
+    compare(rope.apply_rope(x, first, F32, inverse=True), golden[name + ".inverse"][0], "model.rope")
+
+
+def test_yarn_frequencies_of_the_released_config():
+    """The 32 values that the specification lists (base 160000, factor 16, original length 65536)."""
+    listed = """1 .687656045 .472870797 .325172424 .223606795 .153764561 .105737135 .0727107748 .0500000007 .0343828015
+    .0236435384 .0162586235 .0111803403 .00768822804 .00528685609 .00363553851 .00226562493 .00139680132 8.49689706e-4
+    5.08081983e-4 2.96977785e-4 1.68179977e-4 9.08678412e-5 4.5444227e-5 1.95312532e-5 5.37231244e-6 3.69430336e-6
+    2.5404097e-6 1.74692798e-6 1.20128561e-6 8.260713e-7 5.6805294e-7"""
+    yarn = YarnConfig(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=65536)
+    ours = rope.rope_frequencies(64, RopeSpec(160000.0, yarn))
+    np.testing.assert_allclose(ours, np.array(listed.split(), np.float32), rtol=tolerances.of("model.yarn.listed"))
+
+
+def test_ac_29_phases_far_out_are_float32_phases():
+    """Cosine and sine at positions near 2^20 equal float64's of the same float32 angle; bf16 phases would be noise."""
+    spec = RopeSpec(160000.0, YarnConfig(factor=16.0, beta_fast=32.0, beta_slow=1.0, original_max_position_embeddings=65536))
+    t = np.array([0, 1, 65535, 1_000_000, 2**20 - 1], np.int32)
+    cos, sin = jax.jit(lambda p: rope.rope_angles(64, spec, p))(jnp.asarray(t))
+    angle = (t.astype(np.float32)[:, None] * rope.rope_frequencies(64, spec)).astype(np.float64)
+    assert np.abs(np.asarray(cos) - np.cos(angle)).max() <= tolerances.of("model.rope.far")
+    assert np.abs(np.asarray(sin) - np.sin(angle)).max() <= tolerances.of("model.rope.far")
+
+
+def test_ac_24_the_pairs_are_interleaved_and_last():
+    """V4.1 rotates neighbours (2i, 2i+1) of the last dims, in the indexer too; half-split pairs give another vector."""
+    spec, x = RopeSpec(10000.0, None), np.arange(1, 9, dtype=np.float32)[None]
+    angles = rope.rope_angles(4, spec, jnp.array([3], jnp.int32))
+    ours = np.asarray(rope.apply_rope(jnp.asarray(x), angles, F32))[0]
+    f = np.array([1.0, 0.01])
+    a, b = x[0, 4::2], x[0, 5::2]
+    expected = x[0].copy()
+    expected[4::2], expected[5::2] = a * np.cos(3 * f) - b * np.sin(3 * f), a * np.sin(3 * f) + b * np.cos(3 * f)
+    np.testing.assert_allclose(ours, expected, rtol=tolerances.of("model.rope"), atol=tolerances.of("model.rope"))
+    a, b = x[0, 4:6], x[0, 6:8]
+    half_split = np.concatenate([x[0, :4], a * np.cos(3 * f) - b * np.sin(3 * f), a * np.sin(3 * f) + b * np.cos(3 * f)])
+    assert np.abs(ours - half_split).max() > 0.1
+
+
+# ---------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("name", sorted(read_golden("v41/ops/window_idxs")))
+def test_window_lists(name):
+    """Positions of a prefill, ring slots of a decode step; the order inside a row is free."""
+    golden = read_golden("v41/ops/window_idxs")[name]
+    window, rows, start = (int("".join(c for c in part if c.isdigit())) for part in name.split("_"))
+    one = jnp.ones((1,), jnp.int32)
+    step = Step.of(start * one, rows * one, jnp.zeros((1, 1), jnp.int32), rows)
+    ours = np.asarray(step.window(window))[0]
+    if start:  # the released decode writes its ring first; ours reads the old ring and the new row
+        ours = np.where(ours < 0, -1, ours % window)
+    for row, expected in zip(ours, golden, strict=True):
+        assert sorted(row[row >= 0]) == sorted(expected[expected >= 0])
+
+
+# ---------------------------------------------------------------- experts
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+@pytest.mark.parametrize("name", ["sqrtsoftplus", "sigmoid", "softmax", "top1", "image"])
+def test_gate(mode, name):
+    golden = both("gate")[mode]
+    bias = np.broadcast_to(golden["bias"], (len(golden["x"]), len(golden["bias"])))
+    if name == "image":
+        bias = np.where(golden["image_mask"][:, None] != 0, golden["bias_vl"], bias)
+    chosen, weights = moe.route(
+        jnp.asarray(golden["x"]), jnp.asarray(golden["weight"]), jnp.asarray(bias), 1 if name == "top1" else int(golden["topk"]),
+        scoring_func=name if name in ("sigmoid", "softmax") else "sqrtsoftplus",
+        routed_scaling_factor=float(golden["route_scale"]),
+    )  # fmt: skip
+    assert np.array_equal(chosen, golden[name + ".indices"])
+    compare(weights, golden[name + ".weights"], "model.gate")
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_expert_clamps_and_route_weight(mode):
+    golden, numerics = both("modules")[mode], MODULE_MODES[mode]
+    w1, w2, w3 = (jnp.asarray(golden[f"expert.w.w{i}.weight"]) for i in (1, 2, 3))
+    x = numerics.round(jnp.asarray(golden["expert.x"]))
+
+    def linear(x, w):
+        return numerics.round(moe.matmul(x, w.astype(x.dtype)))
+
+    for weight, name in ((None, "expert.out"), (jnp.asarray(golden["expert.route_weight"]), "expert.out_weighted")):
+        a = numerics.round(moe.swiglu(linear(x, w1), linear(x, w3), 1.0, weight))
+        if mode == "f32":
+            compare(linear(a, w2), golden[name], "model.modules")
+        else:
+            compare_ulp(linear(a, w2), golden[name])
+
+
+def test_ac_65_the_clamp_comes_before_the_product_and_the_gate_is_cut_above_only():
+    gate, up = jnp.array([[20.0, -20.0, 3.0]]), jnp.array([[-30.0, 30.0, 2.0]])
+
+    def silu(v):
+        return v / (1 + np.exp(-v))
+
+    limited = np.asarray(moe.swiglu(gate, up, 10.0, None))[0]
+    np.testing.assert_allclose(limited, [silu(10.0) * -10, silu(-20.0) * 10, silu(3.0) * 2], rtol=1e-6)
+    free = np.asarray(moe.swiglu(gate, up, 0.0, None))[0]
+    np.testing.assert_allclose(free, [silu(20.0) * -30, silu(-20.0) * 30, silu(3.0) * 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_experts_equal_a_loop_over_them(tokens):
+    """Grouping by expert, tiles and the ascending sum against one expert at a time; idle rows give 0."""
+    rng = np.random.default_rng(tokens)
+    experts, width, inner, k = 5, 64, 32, 3
+    layer = moe.Experts(experts, width, inner, 10.0)
+    for linear in (layer.w1, layer.w2, layer.w3):
+        linear.weight.set_value(jnp.asarray(rng.integers(0, 256, linear.weight.shape, np.uint8)))
+        linear.scale.set_value(jnp.asarray(rng.integers(120, 124, linear.scale.shape, np.uint8)))
+    x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.float32)
+    chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
+    chosen[: tokens // 2] = np.sort(chosen[:1])[:, ::-1]  # many rows with the same experts: more than one tile
+    weights = jnp.asarray(rng.random((tokens, k)), jnp.float32)
+    valid = rng.random(tokens) < 0.8
+    valid[0] = True
+    ours = np.asarray(layer(x, jnp.asarray(chosen), weights, jnp.asarray(valid), F32))
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
+
+    def dense(linear, e):
+        packed = np.asarray(linear.weight[...])[e]
+        values = np.stack([codes[packed & 15], codes[packed >> 4]], -1).reshape(len(packed), -1)
+        return values * np.repeat(2.0 ** (np.asarray(linear.scale[...])[e].astype(float) - 127), 32, axis=1)
+
+    expected = np.zeros((tokens, width))
+    for t in np.flatnonzero(valid):
+        for e, w in zip(chosen[t], np.asarray(weights)[t], strict=True):
+            row = np.asarray(x[t], np.float64)
+            g, u = np.minimum(dense(layer.w1, e) @ row, 10), np.clip(dense(layer.w3, e) @ row, -10, 10)
+            expected[t] += dense(layer.w2, e) @ (g / (1 + np.exp(-g)) * u * w)
+    scale = np.abs(expected).max()
+    assert np.abs(ours - expected).max() <= tolerances.of("model.experts") * scale
+    assert not ours[~valid].any()
+
+
+# ---------------------------------------------------------------- hyper-connections
+
+
+@pytest.mark.parametrize("name", sorted({n.rsplit(".", 1)[0] for n in read_golden("v41/ops/hc_sinkhorn")}))
+def test_split_mixes(name):
+    golden = read_golden("v41/ops/hc_sinkhorn")
+    copies, iterations, eps = name.split("_")
+    ours = hyper_connections.split_mixes(
+        *(jnp.asarray(golden[f"{name}.{part}"]) for part in ("mixes", "scale", "base")),
+        copies=int(copies[2:]), iterations=int(iterations[2:]), eps=float(eps[3:]),
+    )  # fmt: skip
+    for part, value in zip(("pre", "post", "comb"), ours, strict=True):
+        compare(value, golden[f"{name}.{part}"], "model.hc")
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_mixes_collapse_and_expand(mode):
+    golden, numerics = both("modules")[mode], MODULE_MODES[mode]
+    stream = numerics.round(jnp.asarray(golden["hc.residual"]))
+    parts = hyper_connections.mixes(
+        stream, *(jnp.asarray(golden[f"hc.{p}"]) for p in ("fn", "scale", "base")), iterations=20, eps=1e-6, norm_eps=1e-20
+    )
+    for part, value in zip(("pre", "post", "comb"), parts, strict=True):
+        compare(value, golden["hc." + part], "model.hc")
+    read = hyper_connections.collapse(stream, jnp.asarray(golden["hc.pre_mix"]), numerics)
+    y = numerics.round(jnp.asarray(golden["hc.y"]))
+    written = hyper_connections.expand(y, stream, jnp.asarray(golden["hc.post"]), jnp.asarray(golden["hc.comb"]), numerics)
+    if mode == "f32":
+        compare(read, golden["hc.hc_pre_out"], "model.modules")
+        compare(written, golden["hc.hc_post_out"], "model.modules")
+    else:
+        compare_ulp(read, golden["hc.hc_pre_out"])
+        compare_ulp(written, golden["hc.hc_post_out"])
+
+
+# ---------------------------------------------------------------- Engram
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_engram_lookup_gate_and_mask(mode):
+    golden, numerics = both("modules")[mode], MODULE_MODES[mode]
+    table = engram.Table(*golden["engram.table_e4m3"].shape)
+    table.weight.set_value(jnp.asarray(golden["engram.table_e4m3"].view(ml_dtypes.float8_e4m3fn)))
+    table.scale.set_value(jnp.asarray(golden["engram.table_scale_e8m0"]))
+    rows = table(jnp.asarray(golden["engram.hash_ids"]), numerics)
+    assert np.array_equal(np.asarray(rows).astype(np.float32), golden["engram.lookup"])
+    flat = rows.reshape(*rows.shape[:2], -1)
+    kv = numerics.round(moe.matmul(flat, jnp.asarray(golden["engram.wkv"]).astype(flat.dtype)))
+    stream = numerics.round(jnp.asarray(golden["engram.h"]))
+    q_weight, k_weight = jnp.asarray(golden["engram.q_weight"]), jnp.asarray(golden["engram.k_weight"])
+    for is_image, name in ((None, "engram.out"), (golden["engram.token_mask"] == 0, "engram.out_masked")):
+        image = None if is_image is None else jnp.asarray(is_image)
+        out = engram.inject(stream, kv, q_weight, k_weight, image, 1e-20, numerics)
+        if mode == "f32":
+            compare(out, golden[name], "model.modules")
+        else:
+            compare_ulp(out, golden[name])
+
+
+# ---------------------------------------------------------------- compressor
+
+
+def compressor(golden: dict, ratio: int) -> Compressor:
+    head_dim, width = golden[f"r{ratio}.w.wkv.weight"].shape
+    layer = Compressor(width, head_dim, ratio, 1e-20)
+    for name in ("wkv", "norm") + (("wgate",) if ratio > 1 else ()):
+        getattr(layer, name).weight.set_value(jnp.asarray(golden[f"r{ratio}.w.{name}.weight"]))
+    return layer
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_compressor_in_one_shot_and_step_by_step(ratio, mode):
+    from dsa_jax.cache import CompressorTail
+
+    golden, numerics = both("compressor")[mode], MODULE_MODES[mode]
+    layer, x = compressor(golden, ratio), numerics.round(jnp.asarray(golden[f"r{ratio}.x"]))
+    requests, n, _ = x.shape
+    graphdef, state = nnx.split(layer)
+
+    @jax.jit
+    def run(x, start, tail):
+        count = jnp.full((requests,), x.shape[1], jnp.int32)
+        step = Step.of(jnp.full((requests,), start), count, jnp.zeros((requests, 1), jnp.int32), x.shape[1])
+        return nnx.merge(graphdef, state)(x, tail, step, numerics)
+
+    def empty():
+        shape = (requests, ratio, golden[f"r{ratio}.w.wkv.weight"].shape[0])
+        return CompressorTail(jnp.zeros(shape), jnp.zeros(shape)) if ratio > 1 else None
+
+    def split_run(splits):
+        tail, found = empty(), []
+        for first, last in zip([0, *splits], [*splits, n], strict=True):
+            latent, groups, tail = run(x[:, first:last], jnp.int32(first), tail)
+            found += [latent[:, g] for g in range(groups.shape[1]) if int(groups[0, g]) >= 0]
+        return np.stack([np.asarray(f).astype(np.float32) for f in found], axis=1), tail
+
+    tolerance = "model.compressor." + mode
+    whole, tail = split_run([])
+    compare(whole, golden[f"r{ratio}.prefill29"], tolerance)
+    compare(split_run(list(range(9, n)))[0], golden[f"r{ratio}.prefill9_then_steps"], tolerance)
+    if ratio == 2:  # 29 tokens leave one in slot 0
+        compare(tail.kv[:, 0], golden["r2.kv_state_after_prefill29"][:, 0], "model.modules")
+        compare(tail.gate[:, 0], golden["r2.score_state_after_prefill29"][:, 0], "model.modules")
+
+
+def test_modes_are_the_three_that_are_documented():
+    assert sorted(MODES) == ["bf16", "f32", "f32q"]
+    assert [MODES[m].quantize for m in ("f32", "f32q", "bf16")] == [False, True, True]
