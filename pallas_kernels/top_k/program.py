@@ -6,26 +6,28 @@ the k-th best becomes the floor, so any distribution is handled in one read; onl
 than k kept at the end) costs a second one. At the end a radix selection over the list finds the k-th best of the row,
 and a bitmap of the chosen positions, read off in order, gives the output.
 
-With several blocks per row each block streams a slice and keeps that slice's best; the last selection runs over all
-lists together, by histograms that the blocks read from each other's shared memory.
+With several blocks per row (a cluster) each block samples the whole row, so that all start from the same floor, and
+streams its own slice; the first block then takes over the others' lists from their shared memory and finishes alone.
 
-Ties: the list may hold equal scores in any order; positions decide exactly in the selections. Cost: 4 barriers and
-about three loops over the list per selection, and one read of the row.
+Ties: the list may hold equal scores in any order; positions decide exactly in the selections.
 """
 
 import dataclasses
 import math
 
-from pallas_kernels.top_k.lanes import ALL_LANES, Machine, Value
+from pallas_kernels.top_k.lanes import Machine, Value
 
 NONE = 0x7FFFFFFF
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST_KEY = 0x00800000  # of the lowest finite float32; NaN and -inf have none
+MARGIN = 4.0  # standard deviations by which a guess keeps more than the k scores that it expects to
 SAMPLED_BITS = 27  # the sample's histogram spans this many bits of the key below its maximum: 16 powers of 2
 
-# Words of shared memory that the block agrees through. The first two exist once per selection.
-COUNT, FULL, BIN, ABOVE, AMOUNT, HIGH, LOW, TAKEN = 0, 2, 4, 5, 6, 7, 8, 9
+# Words of shared memory that the block agrees through. The first three exist once per selection; LISTED is what the
+# other blocks may read while COUNT goes on.
+COUNT, FULL, LISTED, BIN, ABOVE, AMOUNT, HIGH, LOW = 0, 2, 4, 6, 7, 8, 9, 10
 WORDS = 12
+BITMAP_WORDS = 32768  # at most; longer rows are written in several parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +73,17 @@ class Plan:
     def warps(self) -> int:
         return self.threads // 32
 
+    @property
+    def quads(self) -> int:
+        """16-byte words of the bitmap that a thread reads, a power of 2."""
+        needed = -(-self.length // (32 * self.bins))
+        return min(1 << (needed - 1).bit_length(), max(BITMAP_WORDS // self.bins, 1))
+
     def shared(self) -> dict[str, int]:
-        """Words of shared memory by name."""
-        words = {"hist": self.bins * (2 if self.blocks > 1 else 1), "warps": self.warps, "words": WORDS}
+        """Words of shared memory by name. The histogram is also the bitmap; a list is its scores, then positions."""
+        words = {"hist": self.bins * self.quads, "warps": self.warps, "words": WORDS}
         words["stage"] = max(selection.k for selection in self.selections)
-        for s, selection in enumerate(self.selections):
-            words[f"keys{s}"] = words[f"positions{s}"] = selection.capacity
-        return words
+        return words | {f"list{s}": 2 * selection.capacity for s, selection in enumerate(self.selections)}
 
     def outputs(self) -> list[tuple[str, int]]:
         """(name, width) of the int32 output rows, in order."""
@@ -89,14 +95,16 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class _Floor:
-    """Which scores join the list: at least `at` up to position `until`, at least `beyond` after it."""
+    """Which scores join the list: at least `at` up to position `until`, at least `beyond` after it. `high` is the key
+    of the highest score of a sample, 0 without one."""
 
     at: Value
     beyond: Value
     until: Value
+    high: Value
 
     def list(self):
-        return [self.at, self.beyond, self.until]
+        return [self.at, self.beyond, self.until, self.high]
 
 
 def run(m: Machine, plan: Plan) -> None:
@@ -111,98 +119,107 @@ class _Row:
         if plan.has_lengths:
             n = m.maximum(m.minimum(m.load_global("lengths", 0), plan.length), 0)
         self.n = n
-        log = int(math.log2(plan.vector))
-        vectors = m.select(n > 0, (n + m.head + (plan.vector - 1)) >> log, m.i32(0))
-        self.begin, self.end = m.i32(0), vectors
+        log = _log2(plan.vector)
+        self.vectors = m.select(n > 0, (n + m.head + (plan.vector - 1)) >> log, m.i32(0))
+        self.begin, self.end = m.i32(0), self.vectors
         if plan.blocks > 1:
             # Slices start on whole 128-byte lines and on whole groups.
             whole = max([8] + [selection.group for selection in plan.selections])
-            share = m.divide(vectors + (plan.blocks * whole - 1), plan.blocks * whole) * whole
-            self.begin = m.minimum(m.rank * share, vectors)
-            self.end = m.minimum(self.begin + share, vectors)
-        self.lower_lanes = (m.i32(1) << m.lane) - 1
+            share = m.divide(self.vectors + (plan.blocks * whole - 1), plan.blocks * whole) * whole
+            self.begin = m.minimum(m.rank * share, self.vectors)
+            self.end = m.minimum(self.begin + share, self.vectors)
 
     def run(self):
         m, plan = self.m, self.plan
         with m.when(m.tid < WORDS):
             m.store("words", m.tid, m.select((m.tid == FULL) | (m.tid == FULL + 1), m.i32(NONE), m.i32(0)))
-        for half in range(plan.shared()["hist"] // plan.bins):
-            m.store4("hist", m.tid * 4 + half * plan.bins, [0] * 4)
+        for quad in range(plan.quads):
+            m.store4("hist", m.tid * 4 + quad * plan.bins, [0] * 4)
         m.barrier()
-        self.fill_lists()
-        for s in range(len(plan.selections)):
-            self.finish(s)
-        if plan.blocks > 1:
-            m.cluster_barrier()  # nobody's shared memory goes away while another block reads it
+        floors = self.fill_lists()
+        if plan.blocks == 1:
+            self.finish(floors)
+        else:
+            with m.when(m.rank == 0):
+                self.finish([self.take_over(s, floor) for s, floor in enumerate(floors)])
+            m.cluster_barrier()  # no block's shared memory goes away while the first reads it
 
     # Streaming.
     def open_floor(self):
         m = self.m
         lowest = m.constant(-FLOAT32_MAX, "f")
-        return _Floor(lowest, lowest, m.i32(NONE))
+        return _Floor(lowest, lowest, m.i32(NONE), m.i32(0))
 
     def fill_lists(self):
-        """Streams the block's slice until every list holds all that can belong to its k best."""
+        """Streams the block's slice until every list holds all that can belong to the row's k best."""
         m, plan = self.m, self.plan
         floors = [self.open_floor() for _ in plan.selections]
-        guessed = m.constant(False, "b")
-        if plan.samples:
-            large = (self.end - self.begin) * plan.vector > plan.selections[0].capacity
-            at, *_ = m.choose(large, lambda: [self.guess()], [floors[0].at])
-            floors[0] = _Floor(at, at, m.i32(NONE))
-            guessed = large
-        several = len(plan.selections)
+        if not plan.samples:
+            floors = self.fill(floors, self.slice_source())
+            self.publish()
+            return floors
+        large = self.vectors * plan.vector > plan.selections[0].capacity
+        at, high = m.choose(large, self.guess, [floors[0].at, floors[0].high])
+        floors[0] = _Floor(at, at, floors[0].until, high)
 
-        def turn(running, guessed, j, *state):
-            done = list(state[:several])
-            floors = [_Floor(*state[i : i + 3]) for i in range(several, len(state), 3)]
-            j, done = self.stream(j, done, floors)
-            m.barrier()
-            again = m.constant(False, "b")
-            counts = [m.load("words", COUNT + s) for s in range(len(floors))]
-            overflowed = [m.load("words", FULL + s) != NONE for s in range(len(floors))]
-            m.barrier()  # every lane has read the words before one changes them
-            for s, floor in enumerate(floors):
-                raised = m.choose(overflowed[s], lambda s=s: self.shrink(s).list(), floor.list())
-                floors[s] = _Floor(*raised)
-                again = again | overflowed[s]
-            guessed = guessed & ~overflowed[0]
-            if plan.samples:
-                # The guess was too high: fewer than k reached it. Read again without one.
-                retry = guessed & ~again & (counts[0] < plan.selections[0].k)
+        def attempt(running, guessed, *state):
+            floors = self.fill(_floors(state), self.slice_source())
+            self.publish()
+            total = m.load("words", LISTED)
+            if plan.blocks > 1:
+                total = m.i32(0)
+                for rank in range(plan.blocks):
+                    total = total + m.load_of(rank, "words", LISTED)
+            # Fewer than k reached the guess: read again without one.
+            retry = guessed & (total < plan.selections[0].k)
 
-                def restart():
-                    with m.when(m.tid == 0):
-                        m.store("words", COUNT, 0)
-                    m.barrier()
-                    return self.open_floor().list() + [m.i32(0)]
+            def restart():
+                self.meet()  # every lane has read the counts
+                with m.when(m.tid == 0):
+                    m.store("words", COUNT, 0)
+                m.barrier()
+                return self.open_floor().list()
 
-                *reopened, j = m.choose(retry, restart, floors[0].list() + [j])
-                floors[0] = _Floor(*reopened)
-                for s in range(1, len(floors)):  # the other lists are complete: nothing reaches NaN
-                    nothing = m.float_of(m.i32(NONE))
-                    at, beyond = (m.select(retry, nothing, x) for x in (floors[s].at, floors[s].beyond))
-                    floors[s] = _Floor(at, beyond, floors[s].until)
-                guessed, again = guessed & ~retry, again | retry
-            return [again, guessed, j, *done, *(x for floor in floors for x in floor.list())]
+            floors[0] = _Floor(*m.choose(retry, restart, floors[0].list()))
+            for s in range(1, len(floors)):  # the other lists are complete: nothing reaches NaN
+                nothing = m.float_of(m.i32(NONE))
+                at, beyond = (m.select(retry, nothing, x) for x in (floors[s].at, floors[s].beyond))
+                floors[s] = _Floor(at, beyond, floors[s].until, floors[s].high)
+            return [retry, m.constant(False, "b"), *_flat(floors)]
 
-        start = [m.constant(True, "b"), guessed, m.i32(0), *(m.constant(False, "b") for _ in floors)]
-        m.repeat(lambda running, *_: running, turn, start + [x for floor in floors for x in floor.list()])
-        del several
+        state = [m.constant(True, "b"), large, *_flat(floors)]
+        _, _, *state = m.repeat(lambda running, *_: running, attempt, state)
+        return _floors(state)
+
+    def publish(self):
+        """Makes the lists' lengths known to all blocks of the row."""
+        m = self.m
+        with m.when(m.tid == 0):
+            for s in range(len(self.plan.selections)):
+                m.store("words", LISTED + s, m.load("words", COUNT + s))
+        self.meet()
+
+    def meet(self):
+        if self.plan.blocks > 1:
+            self.m.cluster_barrier()
+        else:
+            self.m.barrier()
 
     def guess(self):
-        """A floor that somewhat more than k scores of the slice should reach, from evenly spread vectors of it."""
+        """[a floor that somewhat more than k scores of the row should reach, key of the highest score seen], from
+        evenly spread vectors of the row."""
         m, plan = self.m, self.plan
         sampled = plan.threads * plan.samples
-        vectors = self.end - self.begin
-        spread = m.as_float(vectors) * (1.0 / sampled)
+        spread = m.as_float(self.vectors) * (1.0 / sampled)
         keys = []
         for u in range(plan.samples):
             place = m.as_int(m.as_float(m.tid + u * plan.threads) * spread)
-            index = self.begin + m.minimum(place, vectors - 1)
+            index = m.minimum(place, self.vectors - 1)
             position = index * plan.vector - m.head
             for e, x in enumerate(m.load_vector(index)):
-                inside = (position + e >= 0) & (position + e < self.n) & (x >= -FLOAT32_MAX)
+                inside = x >= -FLOAT32_MAX
+                if plan.has_lengths or plan.length % plan.vector:
+                    inside = inside & (position + e >= 0) & (position + e < self.n)
                 keys.append(m.select(inside, self.key(x), m.i32(0)))
         high = keys[0]
         for key in keys[1:]:
@@ -210,43 +227,92 @@ class _Row:
         high = m.warp_reduce("umax", high)
         with m.when(m.lane == 0):
             m.atomic("max", "words", HIGH, high)
-        m.barrier()
-        low = m.binary("umax", m.load("words", HIGH), m.i32(2**SAMPLED_BITS)) - (2**SAMPLED_BITS - 1)
-        shift = SAMPLED_BITS - int(math.log2(plan.bins))
-        for key in keys:
-            with m.when(m.unsigned("ge", key, low)):
-                m.atomic("add", "hist", (key - low) >> shift, 1)
         with m.when(m.tid == 0):
             m.store("words", BIN, NONE)
         m.barrier()
-        # The k best of the slice should lie among the `expected` best of the sample; 4 to 5 standard deviations more.
+        high = m.load("words", HIGH)
+        low = m.binary("umax", high, m.i32(2**SAMPLED_BITS)) - (2**SAMPLED_BITS - 1)
+        shift = SAMPLED_BITS - _log2(plan.bins)
+        for key in keys:
+            with m.when(m.unsigned("ge", key, low)):
+                m.atomic("add", "hist", (key - low) >> shift, 1)
+        m.barrier()
         expected = m.constant(float(plan.selections[0].k * sampled), "f")
-        expected = m.as_int(m.binary("div", expected, m.as_float(vectors)))
-        found, *_ = self.find(expected + (expected >> 2) + 16, m.i32(0), False)
+        expected = m.binary("div", expected, m.as_float(self.vectors))
+        found, *_ = self.find(m.as_int(expected + m.square_root(expected) * MARGIN + MARGIN))
         key = m.binary("umax", low + (found << shift), m.i32(LOWEST_KEY))
-        return m.select(found == NONE, m.constant(-FLOAT32_MAX, "f"), self.score(key))
+        known = found != NONE
+        return [m.select(known, self.score(key), m.constant(-FLOAT32_MAX, "f")), m.select(known, high, m.i32(0))]
 
-    def stream(self, j, done, floors):
-        """Appends what reaches the floors, from vector group `j` of this warp on, until the slice ends or a list is
-        full. `done` marks the selections that have had their share of group `j`."""
-        m, plan = self.m, self.plan
-        stride = plan.threads * plan.vectors
-        turns = m.divide(self.end - self.begin + (stride - 1), stride)
-        last = self.end - 1
-        log = int(math.log2(plan.vector))
+    def fill(self, floors, source):
+        """Appends all of `source` that reaches the floors to the lists; returns the floors, which may have risen.
+
+        `source` is (number of groups, function of a group's number): the function gives, for every selection, the
+        scores that this lane has in the group and their positions as (value, constant to add).
+        """
+        m = self.m
+        several = len(floors)
+
+        def turn(running, j, *state):
+            done, floors = list(state[:several]), _floors(state[several:])
+            j, done = self.stream(j, done, floors, source)
+            m.barrier()
+            again = m.constant(False, "b")
+            overflowed = [m.load("words", FULL + s) != NONE for s in range(several)]
+            m.barrier()  # every lane has read the words before one changes them
+            for s, floor in enumerate(floors):
+                raised = m.choose(overflowed[s], lambda s=s, floor=floor: self.shrink(s, floor).list(), floor.list())
+                floors[s] = _Floor(*raised)
+                again = again | overflowed[s]
+            return [again, j, *done, *_flat(floors)]
+
+        no, yes = m.constant(False, "b"), m.constant(True, "b")
+        state = m.repeat(lambda running, *_: running, turn, [yes, m.i32(0), *[no] * several, *_flat(floors)])
+        return _floors(state[2 + several :])
+
+    def stream(self, j, done, floors, source):
+        """Appends groups of `source` from number `j` on, until they end or a list is full. Warps go their own ways.
+        `done` marks the selections that have had their share of group `j`."""
+        m = self.m
+        groups, group = source
 
         def turn(j, stopped, *done):
+            done = list(done)
+            for s, (values, positions) in enumerate(group(j)):
+                base, offset = positions[0]
+                floor = m.select(base + offset > floors[s].until, floors[s].beyond, floors[s].at)
+                if len(done) > 1:
+                    floor = m.select(done[s], m.float_of(m.i32(NONE)), floor)
+                done[s] = done[s] | self.append(s, floor, values, positions)
+            complete = done[0]
+            for flag in done[1:]:
+                complete = complete & flag
+            return [j + m.to_int(complete), ~complete, *(flag & ~complete for flag in done)]
+
+        start = [j, m.constant(False, "b"), *done]
+        j, _, *done = m.repeat(lambda j, stopped, *_: (j < groups) & ~stopped, turn, start)
+        return j, done
+
+    def slice_source(self):
+        """The block's slice of the row, for `fill`."""
+        m, plan = self.m, self.plan
+        stride = plan.threads * plan.vectors
+        last = self.end - 1
+        log = _log2(plan.vector)
+
+        def group(j):
             first = self.begin + j * stride + m.tid
             indices = [first + u * plan.threads for u in range(plan.vectors)]
             loaded = [x for index in indices for x in m.load_vector(m.minimum(index, last))]
             starts = [(index << log) - m.head for index in indices]
+            positions = [(starts[i >> log], i % plan.vector) for i in range(len(loaded))]
 
             def masked():
                 nothing = m.constant(-math.inf, "f")
                 kept = []
-                for i, x in enumerate(loaded):
-                    index, position = indices[i >> log], starts[i >> log] + i % plan.vector
-                    inside = (index <= last) & (position >= 0) & (position < self.n)
+                for i, (x, (start, offset)) in enumerate(zip(loaded, positions)):
+                    position = start + offset
+                    inside = (indices[i >> log] <= last) & (position >= 0) & (position < self.n)
                     kept.append(m.select(inside, x, nothing))
                 return kept
 
@@ -254,82 +320,82 @@ class _Row:
             if plan.length % plan.vector:
                 ragged = ragged | (first == 0)
             xs = m.choose(ragged, masked, loaded)
-            done = list(done)
-            for s, selection in enumerate(plan.selections):
-                if selection.group:
-                    values, positions, owned = self.block_maxima(xs, indices, selection.group)
-                else:
-                    values, owned = xs, None
-                    positions = [starts[i >> log] + i % plan.vector for i in range(len(xs))]
-                floor = m.select(positions[0] > floors[s].until, floors[s].beyond, floors[s].at)
-                hits = [x >= floor for x in values]
-                if owned is not None:
-                    hits = [hit & owned for hit in hits]
-                if len(done) > 1:
-                    hits = [hit & ~done[s] for hit in hits]
-                done[s] = done[s] | self.append(s, hits, values, positions)
-            complete = done[0]
-            for flag in done[1:]:
-                complete = complete & flag
-            return [j + m.to_int(complete), ~complete, *(flag & ~complete for flag in done)]
+            return [
+                self.block_maxima(xs, indices, selection.group) if selection.group else (xs, positions)
+                for selection in plan.selections
+            ]
 
-        j, _, *done = m.repeat(
-            lambda j, stopped, *_: (j < turns) & ~stopped, turn, [j, m.constant(False, "b"), *done]
-        )
-        return j, done
+        return m.divide(self.end - self.begin + (stride - 1), stride), group
 
     def block_maxima(self, xs, indices, group):
-        """Maxima of blocks of `group` vectors, their ids, and whether this lane is the one that has them."""
+        """Maxima of blocks of `group` vectors, and their ids. NaN in the lanes that do not own one."""
         m, plan = self.m, self.plan
-        size = group * plan.vector
-        newest = m.arithmetic_shift(self.n - 1, int(math.log2(size)))
+        newest = m.arithmetic_shift(self.n - 1, _log2(group * plan.vector))
+        owned = (m.lane & (group - 1)) == 0
+        largest, nothing = m.constant(FLOAT32_MAX, "f"), m.float_of(m.i32(NONE))
         maxima, ids = [], []
         for u, index in enumerate(indices):
             parts = xs[u * plan.vector : (u + 1) * plan.vector]
             best = parts[0]
             for x in parts[1:]:
                 best = m.binary("max", best, x)
-            distance = 1
-            while distance < group:
-                best = m.binary("max", best, m.shuffle("bfly", best, distance))
-                distance *= 2
+            for step in range(_log2(group)):
+                best = m.binary("max", best, m.shuffle("bfly", best, 1 << step))
             # NaN blocks come first but for the newest, whose +inf is its own.
-            largest = m.constant(FLOAT32_MAX, "f")
             best = m.select(best <= largest, best, largest)
-            block = index >> int(math.log2(group))
-            maxima.append(m.select(block == newest, m.constant(math.inf, "f"), best))
-            ids.append(block)
-        return maxima, ids, (m.lane & (group - 1)) == 0
+            block = index >> _log2(group)
+            best = m.select(block == newest, m.constant(math.inf, "f"), best)
+            maxima.append(m.select(owned, best, nothing))
+            ids.append((block, 0))
+        return maxima, ids
 
-    def append(self, s, hits, values, positions):
-        """Adds this warp's hits to list `s`. False for the whole warp, and nothing added, if they do not fit."""
+    def append(self, s, floor, values, positions):
+        """Adds this warp's values that reach `floor` to list `s`. False for the whole warp, and nothing added, if they
+        do not fit."""
         m = self.m
         capacity = self.plan.selections[s].capacity
-        mine = m.to_int(hits[0])
-        for hit in hits[1:]:
-            mine = mine + m.to_int(hit)
+        mine = m.count_reaching(floor, values)
 
         def reserve():
             upto = m.inclusive_scan(mine)
             total = m.shuffle("idx", upto, 31)
-            start, *_ = m.choose(
-                m.lane == 0, lambda: [m.atomic("add", "words", COUNT + s, total)], [m.i32(0)]
-            )
+            start, *_ = m.choose(m.lane == 0, lambda: [m.atomic("add", "words", COUNT + s, total)], [m.i32(0)])
             start = m.shuffle("idx", start, 0)
             fits = start + total <= capacity
             with m.when(~fits & (m.lane == 0)):
                 m.atomic("min", "words", FULL + s, start)
             with m.when(fits):
-                slot = start + upto - mine
-                for hit, value, position in zip(hits, values, positions):
-                    with m.when(hit):
-                        m.store(f"keys{s}", slot, self.key(value))
-                        m.store(f"positions{s}", slot, position)
-                    slot = slot + m.to_int(hit)
+                m.store_reaching(f"list{s}", start + upto - mine, capacity, floor, values, positions)
             return [fits]
 
         fits, *_ = m.choose(m.ballot(mine > 0) != 0, reserve, [m.constant(True, "b")])
         return fits
+
+    def take_over(self, s, floor):
+        """Adds the other blocks' lists to this block's list `s`."""
+        m, plan = self.m, self.plan
+        capacity = plan.selections[s].capacity
+        longest = m.i32(0)
+        for rank in range(1, plan.blocks):
+            longest = m.maximum(longest, m.load_of(rank, "words", LISTED + s))
+        turns = m.divide(longest + (plan.threads - 1), plan.threads)
+
+        def group(j):
+            # Rank by rank, as many groups as the longest list needs.
+            rank = m.divide(j, m.maximum(turns, 1))
+            i = (j - rank * turns) * plan.threads + m.tid
+            rank = rank + 1
+            inside = i < m.load_of(rank, "words", LISTED + s)
+            bits, position = m.choose(
+                inside,
+                lambda: [m.load_of(rank, f"list{s}", i), m.load_of(rank, f"list{s}", i + capacity)],
+                [m.i32(NONE), m.i32(0)],  # a NaN
+            )
+            groups = [([], [])] * len(plan.selections)
+            groups[s] = [m.float_of(bits)], [(position, 0)]
+            return groups
+
+        return self.fill([floor], (turns * (plan.blocks - 1), group))[0]
 
     # Selection.
     def key(self, x):
@@ -341,18 +407,22 @@ class _Row:
         m = self.m
         return m.float_of(m.select(key < 0, key ^ 0x80000000, ~key))
 
-    def taken(self, s, i, threshold):
-        """(whether entry `i` of list `s` is chosen, its key, its position)."""
+    def entry(self, s, i):
+        """(key, position, bits of the score) of entry `i` of list `s`."""
         m = self.m
-        at, until = threshold
-        key, position = m.load(f"keys{s}", i), m.load(f"positions{s}", i)
-        return m.unsigned("gt", key, at) | ((key == at) & (position <= until)), key, position
+        bits = m.load(f"list{s}", i)
+        return self.key(m.float_of(bits)), m.load(f"list{s}", i + self.plan.selections[s].capacity), bits
 
-    def shrink(self, s):
+    def taken(self, entry, threshold):
+        """Whether the list's `entry` is chosen."""
+        (key, position, _), (at, until) = entry, threshold
+        return self.m.unsigned("gt", key, at) | ((key == at) & (position <= until))
+
+    def shrink(self, s, floor):
         """Drops all of list `s` but its k best, and returns the floor that they set."""
         m, plan = self.m, self.plan
         count = m.load("words", FULL + s)  # what is beyond the first warp that did not fit was never written
-        *threshold, _ = self.threshold(s, count, m.i32(plan.selections[s].k), False)
+        threshold = self.threshold(s, count, floor)
         with m.when(m.tid == 0):
             m.store("words", COUNT + s, 0)
             m.store("words", FULL + s, NONE)
@@ -360,97 +430,86 @@ class _Row:
 
         def turn(start):
             i = start + m.tid
-            chosen, key, position = self.taken(s, m.minimum(i, count - 1), threshold)
-            chosen = chosen & (i < count)
+            entry = self.entry(s, m.minimum(i, count - 1))
+            chosen = self.taken(entry, threshold) & (i < count)
             m.barrier()  # writes go to entries that every lane has read
             votes = m.ballot(chosen)
-            slot, *_ = m.choose(
-                m.lane == 0,
-                lambda: [m.atomic("add", "words", COUNT + s, m.popcount(votes))],
-                [m.i32(0)],
-            )
-            slot = m.shuffle("idx", slot, 0) + m.popcount(votes & self.lower_lanes)
+            number = m.popcount(votes)
+            slot, *_ = m.choose(m.lane == 0, lambda: [m.atomic("add", "words", COUNT + s, number)], [m.i32(0)])
+            slot = m.shuffle("idx", slot, 0) + m.popcount(votes & ((m.i32(1) << m.lane) - 1))
             with m.when(chosen):
-                m.store(f"keys{s}", slot, key)
-                m.store(f"positions{s}", slot, position)
+                m.store(f"list{s}", slot, entry[2])
+                m.store(f"list{s}", slot + plan.selections[s].capacity, entry[1])
 
         m.each(0, count, plan.threads, turn)
         m.barrier()
         at, until = threshold
-        return _Floor(self.score(at), self.score(at + 1), until)
+        return _Floor(self.score(at), self.score(at + 1), until, floor.high)
 
-    def threshold(self, s, count, need, together):
-        """(key, position, half of the histogram that is 0) such that exactly `need` entries of list `s` (of all blocks'
-        lists, if `together`) have a higher key, or that key and no higher position. There must be more than `need`."""
+    def threshold(self, s, count, floor):
+        """(key, position) such that exactly k entries of list `s` have a higher key, or that key and no higher
+        position. The list must have more than k."""
         m, plan = self.m, self.plan
         zero = m.i32(0)
 
-        def extremes(i, high, low):
-            key = m.load(f"keys{s}", i)
-            return [i + plan.threads, m.binary("umax", high, key), m.binary("umax", low, ~key)]
+        def extremes():
+            def turn(i, high, low):
+                key, *_ = self.entry(s, i)
+                return [i + plan.threads, m.binary("umax", high, key), m.binary("umax", low, ~key)]
 
-        _, high, low = m.repeat(lambda i, *_: i < count, extremes, [m.tid, zero, zero])
-        high, low = m.warp_reduce("umax", high), m.warp_reduce("umax", low)
-        with m.when(m.lane == 0):
-            m.atomic("max", "words", HIGH, high)
-            m.atomic("max", "words", LOW, low)
-        self.meet(together)
-        high, low = m.load("words", HIGH), m.load("words", LOW)
-        if together:
-            for r in range(plan.blocks):
-                high = m.binary("umax", high, m.load_of(r, "words", HIGH))
-                low = m.binary("umax", low, m.load_of(r, "words", LOW))
-        low = ~low  # the highest complement is the complement of the lowest
+            _, high, low = m.repeat(lambda i, *_: i < count, turn, [m.tid, zero, zero])
+            high, low = m.warp_reduce("umax", high), m.warp_reduce("umax", low)
+            with m.when(m.lane == 0):
+                m.atomic("max", "words", HIGH, high)
+                m.atomic("max", "words", LOW, low)
+            m.barrier()
+            return [m.load("words", HIGH), ~m.load("words", LOW)]
 
-        def turn(running, half, by_position, low, high, need, at):
+        # A sample's highest score bounds most scores: those above it count as in the highest bin.
+        sampled = floor.high != 0
+        high, low = m.choose(~sampled, extremes, [floor.high, self.key(floor.at)])
+        high = m.binary("umax", high, low)
+
+        def turn(running, topless, by_position, low, high, need, at):
             width = high - low
-            shift = m.maximum(m.i32(32 - int(math.log2(plan.bins))) - m.leading_zeros(width), 0)
-            base = half * plan.bins
+            shift = m.maximum(m.i32(32 - _log2(plan.bins)) - m.leading_zeros(width), 0)
 
             def count_one(i):
-                key, position = m.load(f"keys{s}", i), m.load(f"positions{s}", i)
+                key, position, _ = self.entry(s, i)
                 value = m.select(by_position, ~position, key) - low
-                with m.when(m.unsigned("le", value, width) & (~by_position | (key == at))):
-                    m.atomic("add", "hist", base + (value >> shift), 1)
+                inside = m.unsigned("le", value, width)
+                counted = (inside & (~by_position | (key == at))) | topless
+                with m.when(counted):
+                    m.atomic("add", "hist", m.select(inside, value >> shift, m.i32(plan.bins - 1)), 1)
 
             m.each(m.tid, count, plan.threads, count_one)
-            self.meet(together)
-            found, above, amount = self.find(need, half, together)
+            m.barrier()
+            found, above, amount = self.find(need)
             need = need - above
-            low = low + (found << shift)
-            high = low + m.binary("umin", high - low, (m.i32(1) << shift) - 1)
+            beyond = topless & (found == plan.bins - 1)
+            start = low + (found << shift)
+            # The last bin of a topless turn holds what its range ends with and all beyond.
+            start = m.select(beyond & m.unsigned("gt", start - low, width), high + 1, start)
+            size = m.binary("umin", high - start, (m.i32(1) << shift) - 1)
+            low, high = start, m.select(beyond, m.i32(-1), start + size)
             exact = amount == need
             tied = ~exact & (low == high)  # entries of one key: the lowest positions win
             at = m.select(by_position, at, low)
             low = m.select(tied, m.i32(-plan.length), low)
             high = m.select(tied, m.i32(-1), high)
-            return [~exact, half ^ 1 if together else half, by_position | tied, low, high, need, at]
+            return [~exact, m.constant(False, "b"), by_position | tied, low, high, need, at]
 
-        no = m.constant(False, "b")
-        state = m.repeat(
-            lambda running, *_: running, turn, [m.constant(True, "b"), zero, no, low, high, need, zero]
-        )
-        _, half, by_position, low, _, _, at = state
-        return at, m.select(by_position, ~low, m.i32(NONE)), half
+        no, yes = m.constant(False, "b"), m.constant(True, "b")
+        start = [yes, sampled, no, low, high, m.i32(plan.selections[s].k), zero]
+        _, _, by_position, low, _, _, at = m.repeat(lambda running, *_: running, turn, start)
+        return at, m.select(by_position, ~low, m.i32(NONE))
 
-    def meet(self, together):
-        if together:
-            self.m.cluster_barrier()
-        else:
-            self.m.barrier()
-
-    def find(self, need, half, together):
+    def find(self, need):
         """(bin that holds the `need`-th entry counted from the highest bin down, entries above that bin, entries in
-        it). The histogram is 0 again afterwards; together, the one of the turn before is."""
+        it). The histogram and the extremes are 0 again afterwards."""
         m, plan = self.m, self.plan
         mine = (m.i32(plan.threads - 1) - m.tid) * 4
-        base = half * plan.bins
-        if together:
-            amounts = [m.i32(0)] * 4
-            for r in range(plan.blocks):
-                amounts = [a + b for a, b in zip(amounts, m.load4_of(r, "hist", base + mine))]
-        else:
-            amounts = m.load4("hist", base + mine)
+        amounts = m.load4("hist", mine)
         above, _ = self.before(amounts[0] + amounts[1] + amounts[2] + amounts[3])
         for e in (3, 2, 1, 0):
             upto = above + amounts[e]
@@ -459,7 +518,7 @@ class _Row:
                 m.store("words", ABOVE, above)
                 m.store("words", AMOUNT, amounts[e])
             above = upto
-        m.store4("hist", mine + ((half ^ 1) * plan.bins if together else base), [0] * 4)
+        m.store4("hist", mine, [0] * 4)
         with m.when(m.tid == 0):
             m.store("words", HIGH, 0)
             m.store("words", LOW, 0)
@@ -480,74 +539,81 @@ class _Row:
         return earlier + upto - value, m.shuffle("idx", sums, 31)
 
     # Output.
-    def finish(self, s):
-        """Chooses the k best of list `s` and writes them by ascending position, then -1, and their count."""
+    def finish(self, floors):
+        """Chooses the k best of every list and writes them by ascending position, then -1, and their count."""
         m, plan = self.m, self.plan
-        k = plan.selections[s].k
-        group = plan.selections[s].group
-        together = plan.blocks > 1
-        count = total = m.load("words", COUNT + s)
-        if together:
-            m.cluster_barrier()
-            total = m.i32(0)
-            for r in range(plan.blocks):
-                total = total + m.load_of(r, "words", COUNT + s)
+        for s, (selection, floor) in enumerate(zip(plan.selections, floors)):
+            k = selection.k
+            count = m.load("words", COUNT + s)
+            threshold = m.choose(count > k, lambda: list(self.threshold(s, count, floor)), [m.i32(0), m.i32(NONE)])
+            stop = (self.vectors + (selection.group - 1)) >> _log2(selection.group) if selection.group else self.n
+            self.write(s, count, threshold, stop)
+            total = m.minimum(count, k)
+            m.each(m.tid, total, plan.threads, lambda i: m.store_global(f"out{s}", i, m.load("stage", i)))
+            m.each(total + m.tid, m.i32(k), plan.threads, lambda i: m.store_global(f"out{s}", i, m.i32(-1)))
+            with m.when(m.tid == 0):
+                m.store_global(f"count{s}", 0, total)
+            if s + 1 < len(floors):
+                m.barrier()  # the stage is written again
 
-        def select():
-            return list(self.threshold(s, count, m.i32(k), together))
+    def write(self, s, count, threshold, stop):
+        """Puts the chosen positions of list `s`, all below `stop`, into the stage in order, by way of a bitmap.
 
-        *threshold, half = m.choose(total > k, select, [m.i32(0), m.i32(NONE), m.i32(0)])
-        total = m.minimum(total, k)
-        earlier = m.i32(0)
-        if together:
-            def taken(i, number):
-                return [i + plan.threads, number + m.to_int(self.taken(s, i, threshold)[0])]
+        Every lane reads `quads` consecutive 16-byte words of the bitmap. They lie permuted within that group, so that
+        the lanes of a warp read from different banks.
+        """
+        m, plan = self.m, self.plan
+        covered = 32 * plan.bins * plan.quads
 
-            _, number = m.repeat(lambda i, _: i < count, taken, [m.tid, m.i32(0)])
-            number = m.warp_reduce("add", number)
-            with m.when(m.lane == 0):
-                m.atomic("add", "words", TAKEN + s, number)
-            m.cluster_barrier()
-            m.store4("hist", (half ^ 1) * plan.bins + m.tid * 4, [0] * 4)  # read by all blocks before that barrier
-            for r in range(plan.blocks):
-                earlier = earlier + m.select(m.rank > r, m.load_of(r, "words", TAKEN + s), m.i32(0))
-        # A bitmap of the chosen positions, in the half of the histogram that is 0.
-        base = half * plan.bins
-        log = int(math.log2(group if group else plan.vector))
-        first = self.begin >> log if group else (self.begin << log) - m.head
-        stop = (self.end + (group - 1)) >> log if group else self.n
-        if together and not group:
-            stop = m.minimum(stop, (self.end << log) - m.head)
-        covered = 32 * plan.bins
+        def place(quad):
+            return quad ^ ((quad >> _log2(plan.quads)) & (plan.quads - 1))
 
-        def segment(start, written):
+        def part(start, written):
             def mark(i):
-                chosen, _, position = self.taken(s, i, threshold)
-                bit = position - start
-                with m.when(chosen & m.unsigned("lt", bit, m.i32(covered))):
-                    m.atomic("or", "hist", base + (bit >> 5), m.i32(1) << (bit & 31))
+                entry = self.entry(s, i)
+                bit = entry[1] - start
+                with m.when(self.taken(entry, threshold) & m.unsigned("lt", bit, m.i32(covered))):
+                    word = place(bit >> 7) * 4 + ((bit >> 5) & 3)
+                    m.atomic("or", "hist", word, m.i32(1) << (bit & 31))
 
             m.each(m.tid, count, plan.threads, mark)
             m.barrier()
-            words = m.load4("hist", base + m.tid * 4)
-            ones = [m.popcount(word) for word in words]
-            place, marked = self.before(ones[0] + ones[1] + ones[2] + ones[3])
-            place = written + place
-            for e, word in enumerate(words):
-                offset = start + (m.tid * 4 + e) * 32
+            first = m.tid * plan.quads
 
-                def write(word, place, offset=offset):
-                    m.store("stage", place, offset + m.trailing_zeros(word))
-                    return [word & (word - 1), place + 1]
+            def ones(q, number):
+                words = m.load4("hist", place(first + q) * 4)
+                return [q + 1, number + sum((m.popcount(word) for word in words[1:]), m.popcount(words[0]))]
 
-                _, place = m.repeat(lambda word, _: word != 0, write, [word, place])
-            m.store4("hist", base + m.tid * 4, [0] * 4)
+            _, number = m.repeat(lambda q, _: q < plan.quads, ones, [m.i32(0), m.i32(0)])
+            slot, marked = self.before(number)
+
+            def unpack(q, slot):
+                quad = place(first + q) * 4
+                for e, word in enumerate(m.load4("hist", quad)):
+                    offset = start + (first + q) * 128 + e * 32
+
+                    def put(word, slot, offset=offset):
+                        m.store("stage", slot, offset + m.trailing_zeros(word))
+                        return [word & (word - 1), slot + 1]
+
+                    _, slot = m.repeat(lambda word, _: word != 0, put, [word, slot])
+                m.store4("hist", quad, [0] * 4)
+                return [q + 1, slot]
+
+            m.repeat(lambda q, _: q < plan.quads, unpack, [m.i32(0), written + slot])
             m.barrier()
             return [start + covered, written + marked]
 
-        _, written = m.repeat(lambda start, _: start < stop, segment, [first, m.i32(0)])
-        m.each(m.tid, written, plan.threads, lambda i: m.store_global(f"out{s}", earlier + i, m.load("stage", i)))
-        padding = total + m.rank * plan.threads + m.tid
-        m.each(padding, m.i32(k), plan.threads * plan.blocks, lambda i: m.store_global(f"out{s}", i, m.i32(-1)))
-        with m.when((m.tid == 0) & (m.rank == 0)):
-            m.store_global(f"count{s}", 0, total)
+        m.repeat(lambda start, _: start < stop, part, [m.i32(0), m.i32(0)])
+
+
+def _log2(value):
+    return value.bit_length() - 1
+
+
+def _flat(floors):
+    return [x for floor in floors for x in floor.list()]
+
+
+def _floors(state):
+    return [_Floor(*state[i : i + 4]) for i in range(0, len(state), 4)]

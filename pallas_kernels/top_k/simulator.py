@@ -140,6 +140,9 @@ class Simulator(Machine):
         with np.errstate(invalid="ignore"):
             return Value(self, value.raw.astype(np.int32).view(np.uint32), "i")
 
+    def square_root(self, value):
+        return Value(self, np.sqrt(np.maximum(value.raw, 0)), "f")
+
     def popcount(self, value):
         return Value(self, np.bitwise_count(value.raw).astype(np.uint32), "i")
 
@@ -256,9 +259,6 @@ class Simulator(Machine):
     def load4(self, name, index):
         return [self._load(name, self.i32(index) + e, None) for e in range(4)]
 
-    def load4_of(self, rank, name, index):
-        return [self._load(name, self.i32(index) + e, rank) for e in range(4)]
-
     def store(self, name, index, value):
         shared, places = self._places(name, index)
         self._touch(shared, places, "write", name)
@@ -284,6 +284,16 @@ class Simulator(Machine):
                     old[i] = shared.data[places[i]]
                     shared.data[places[i]] = function(old[i], value[i])
         return Value(self, old, "i")
+
+    def count_reaching(self, floor, values):
+        return sum((self.to_int(x >= floor) for x in values), self.i32(0))
+
+    def store_reaching(self, name, slot, capacity, floor, values, positions):
+        for x, (position, offset) in zip(values, positions):
+            with self.when(x >= floor):
+                self.store(name, slot, self.bits_of(x))
+                self.store(name, slot + capacity, position + offset)
+            slot = slot + self.to_int(x >= floor)
 
     # Order.
     def barrier(self):

@@ -1,0 +1,88 @@
+"""The operation's functions on top of the kernel, for any chip: `plan_for` chooses the kernel's shape.
+
+Scores are float32 or bfloat16; everything else, and what does not fit a block's shared memory, is not carried.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.top_k import kernel
+from pallas_kernels.top_k.program import Selection
+
+
+def top_k(plan_for, scores, k, *, lengths=None, order="position", return_scores=False):
+    """`pallas_kernels.top_k` by the kernel."""
+    positions, counts = _select(plan_for, scores, lengths, (Selection(k, 0),))
+    if order == "position" and not return_scores:
+        return positions, counts
+    best = jnp.take_along_axis(scores.astype(jnp.float32), jnp.maximum(positions, 0), axis=-1)
+    best = jnp.where(positions < 0, -jnp.inf, best)
+    if order == "score":
+        positions, best = _by_score(positions, best)
+    return (positions, counts, best) if return_scores else (positions, counts)
+
+
+def candidate_blocks(plan_for, scores, lengths, topk_blocks, block_size):
+    """`pallas_kernels.candidate_blocks` by the kernel."""
+    blocks = _blocks(scores, topk_blocks, block_size)
+    return _select(plan_for, scores, lengths, (blocks,))[0]
+
+
+def top_k_and_candidate_blocks(plan_for, scores, lengths, k, topk_blocks, block_size):
+    """(positions, counts, block ids) of `top_k` and `candidate_blocks`, from one read of the scores."""
+    blocks = _blocks(scores, topk_blocks, block_size)
+    positions, counts, ids, _ = _select(plan_for, scores, lengths, (Selection(k, 0), blocks))
+    return positions, counts, ids
+
+
+def _by_score(positions, best):
+    """Sorts by score, best first, then by position; what is not there (-1, -inf) stays last."""
+    # As integers: a float comparison would order signed zeros, and on some devices flush subnormals.
+    bits = lax.bitcast_convert_type(best, jnp.int32)
+    ascending = jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    _, position, best = lax.sort((-ascending, jnp.where(positions < 0, 2**30, positions), best), num_keys=2)
+    return jnp.where(position == 2**30, -1, position), best
+
+
+def _blocks(scores, topk_blocks, block_size):
+    vector = 16 // _element_bytes(scores)
+    length = scores.shape[-1]
+    group = block_size // vector
+    if block_size % vector or group & (group - 1) or not 1 <= group <= 32:
+        raise NotImplementedError(
+            f"block_size={block_size} is not carried for {scores.dtype.name} scores: the kernel takes {vector} times a power "
+            "of 2 up to 32."
+        )
+    if length % vector:
+        raise NotImplementedError(
+            f"rows of {length} {scores.dtype.name} scores are not carried: candidate blocks need rows of a multiple of {vector}."
+        )
+    return Selection(min(topk_blocks, -(-length // block_size)), 0, group)
+
+
+def _element_bytes(scores):
+    if scores.dtype not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"scores of {scores.dtype.name} are not carried: the kernel takes float32 and bfloat16.")
+    return scores.dtype.itemsize
+
+
+def _select(plan_for, scores, lengths, selections):
+    """Outputs [..., width] of the kernel (counts [...]) for scores [..., L]; the selections' capacities are open."""
+    *shape, length = scores.shape
+    rows = math.prod(shape)
+    if not rows or not length:
+        raise NotImplementedError(f"scores of shape {tuple(scores.shape)} are not carried: there is nothing to choose from.")
+    if length >= 2**30:
+        raise NotImplementedError(f"rows of {length} scores are not carried: the kernel's positions end at 2^30.")
+    plan = plan_for(rows, length, _element_bytes(scores), selections, lengths is not None)
+    if kernel.shared_bytes(plan) > kernel.SHARED_MEMORY:
+        raise NotImplementedError(
+            f"k={[s.k for s in plan.selections]} is not carried for rows of {length}: its lists take "
+            f"{kernel.shared_bytes(plan)} bytes of shared memory, and a block has {kernel.SHARED_MEMORY}."
+        )
+    # Positions stay int32 and rows are one axis, so that nothing depends on how the batch is shaped.
+    flat = lax.reshape(scores, (rows, length))
+    found = kernel.run(flat, None if lengths is None else lengths.reshape(rows), plan)
+    return [array.reshape(*shape, *array.shape[1:]) if i % 2 == 0 else array.reshape(shape) for i, array in enumerate(found)]
