@@ -17,6 +17,15 @@ def round_to(x, dtype):
     return lax.reduce_precision(x, info.nexp, info.nmant)
 
 
+def rows_at_once(bytes_per_row: int) -> int:
+    """Rows that a reference takes together, when each needs so many bytes of temporaries.
+
+    As many as the budget holds; on a CPU one, which is as fast there, and makes a row's result the same to the bit
+    whatever comes with it: vector and scalar parts of a loop over rows round differently.
+    """
+    return 1 if jax.default_backend() == "cpu" else max(1, BUDGET // bytes_per_row)
+
+
 def map_rows(function, rows: int, arrays):
     """`function` on blocks of `rows` along axis 0 of every array in the tree `arrays`; results are concatenated.
 

@@ -152,7 +152,7 @@ def test_plain_rows_keep_their_dtype():
     assert Plain(8, jnp.bfloat16) == Plain(8, np.dtype("bfloat16")) and Plain(512, jnp.bfloat16).row_bytes == 1024
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ["v32", "model1", "index_fp8"])
 def test_wider_page_strides_are_honoured(kind):
     """FlashMLA's pages hold a spare row: the stride comes from the array, and the surplus stays as it was."""
     format = FORMATS[kind][0]

@@ -24,9 +24,9 @@ def block_scores(q, k, weights, rounding):
     return blocks.round_to(jnp.sum(products, axis=1), rounding)
 
 
-def rows_per_block(heads, columns):
+def rows_at_once(heads, columns):
     """Query rows whose scores per head fit the budget, three copies of them at once."""
-    return max(1, blocks.BUDGET // (3 * 4 * heads * columns))
+    return blocks.rows_at_once(3 * 4 * heads * columns)
 
 
 @functools.partial(jax.jit, static_argnames="rounding")
@@ -48,7 +48,7 @@ def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=
             visible = (column >= first[:, None]) & (column < last[:, None])
             return jnp.where(visible, scores, -jnp.inf)
 
-        return blocks.map_rows(row_block, rows_per_block(heads, columns), (q, weights, row_start, row_end))
+        return blocks.map_rows(row_block, rows_at_once(heads, columns), (q, weights, row_start, row_end))
 
     return blocks.map_columns(column_block, columns, total, out, stop=jnp.max(row_end))
 
@@ -74,7 +74,7 @@ def paged_indexer_logits(q, keys, weights, *, context_lens, block_table, roundin
                 q, weights, lengths = block
                 return jnp.where(column < lengths[:, None], block_scores(q, found, weights, rounding), -jnp.inf)
 
-            return blocks.map_rows(row_block, rows_per_block(heads, columns), (q, weights, lengths))
+            return blocks.map_rows(row_block, rows_at_once(heads, columns), (q, weights, lengths))
 
         return blocks.map_columns(column_block, columns, total, out, stop=jnp.max(lengths))
 

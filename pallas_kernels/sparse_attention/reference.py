@@ -22,10 +22,10 @@ def sparse_attention(q, kvs, lists, *, topk_length, sink, scale, v_width, p_dtyp
         acc, total, high = online_softmax.attend(q, sources, scale=scale, v_width=v_width, p_dtype=p_dtype)
         return online_softmax.finish(acc[0], total[0], high[0], sink, q.dtype)
 
-    return blocks.map_rows(block, rows_per_block(q.shape[1], q.shape[2]), (q, lists, topk_length))
+    return blocks.map_rows(block, rows_at_once(q.shape[1], q.shape[2]), (q, lists, topk_length))
 
 
-def rows_per_block(heads, width):
+def rows_at_once(heads, width):
     """Query rows whose gathered keys, scores and sums fit the budget, three copies of them at once."""
     block = online_softmax.BLOCK
-    return max(1, blocks.BUDGET // (3 * 4 * (block * width + block * heads + heads * width)))
+    return blocks.rows_at_once(3 * 4 * (block * width + block * heads + heads * width))

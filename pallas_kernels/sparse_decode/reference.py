@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import blocks, indexing
 from pallas_kernels.sparse_attention import online_softmax
-from pallas_kernels.sparse_attention.reference import rows_per_block
+from pallas_kernels.sparse_attention.reference import rows_at_once
 
 
 @functools.partial(jax.jit, static_argnames=("v_width", "num_splits", "p_dtype"))
@@ -34,6 +34,6 @@ def sparse_decode(q, caches, lists, *, topk_lengths, sink, scale, v_width, num_s
         outs, lses = online_softmax.finish(acc, total, high, None, jnp.float32)
         return online_softmax.combine(outs, lses, sink, q.dtype)
 
-    per_block = rows_per_block(q.shape[2], num_splits * q.shape[3])
-    out, lse = blocks.map_rows(block, per_block, jax.tree.map(flat, (q, lists, topk_lengths)))
+    rows_together = rows_at_once(q.shape[2], num_splits * q.shape[3])
+    out, lse = blocks.map_rows(block, rows_together, jax.tree.map(flat, (q, lists, topk_lengths)))
     return out.reshape(batch, rows, *out.shape[1:]), lse.reshape(batch, rows, -1)
