@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
     inspect.add_argument("checkpoint", type=Path)
-    inspect.add_argument("--context", type=int, default=131072, help="tokens a request may hold")
+    inspect.add_argument("--context", type=int, help="tokens a request may hold (default: 131072, or what the config allows)")
     inspect.add_argument("--batch", type=int, default=1, help="requests at once")
     inspect.add_argument("--json", type=Path, help="write the report here too")
 
@@ -160,7 +160,10 @@ class _TextStream:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    report = _print_report(arguments.checkpoint, arguments.context, arguments.batch)
+    from dsa_jax.config import load_config
+
+    context = arguments.context or min(131072, load_config(arguments.checkpoint).max_position_embeddings)
+    report = _print_report(arguments.checkpoint, context, arguments.batch)
     if arguments.json:
         arguments.json.write_text(json.dumps(report.as_dict(), indent=1))
     return 0

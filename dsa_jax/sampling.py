@@ -9,19 +9,22 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from dsa_jax.pytree import Leaf
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
     """How each of B requests samples: arrays, so that changing a value compiles nothing.
 
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: 1 keeps all. key: [B] typed PRNG keys.
+    temperature: float32 [B], 0 is greedy. top_k: int32 [B], 0 keeps all tokens. top_p: float32 [B], 1 keeps all.
+    key: [B] typed PRNG keys.
     """
 
-    temperature: Float[Array, " B"]
-    top_k: Int32[Array, " B"]
-    top_p: Float[Array, " B"]
-    key: Array
+    temperature: Leaf
+    top_k: Leaf
+    top_p: Leaf
+    key: Leaf
 
     @classmethod
     def of(

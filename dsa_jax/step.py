@@ -12,17 +12,18 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from dsa_jax import ops
+from dsa_jax.pytree import Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """Rows of one step, [B, S]."""
+    """Rows of one step: start, count int32 [B]; positions int32 [B, S]; block_table int32 [B, M]."""
 
-    start: Int32[Array, " B"]
-    count: Int32[Array, " B"]
-    positions: Int32[Array, "B S"]
-    block_table: Int32[Array, "B M"]
+    start: Leaf
+    count: Leaf
+    positions: Leaf
+    block_table: Leaf
 
     @classmethod
     def of(cls, start: Int32[Array, " B"], count: Int32[Array, " B"], block_table: Int32[Array, "B M"], rows: int):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import jaxtyping
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,10 @@ import pytest
 # in place before the packages are imported.
 if importlib.util.find_spec("beartype") is not None:
     jaxtyping.install_import_hook(["pallas_kernels", "dsa_jax"], "beartype.beartype")
+
+# Tests compile the same programs in several processes, and again on the next run.
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {

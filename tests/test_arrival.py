@@ -83,8 +83,11 @@ def test_ac_33_decode_equals_one_shot_over_every_group_boundary(n):
     """20 greedy tokens from prompts of 1 to 9: each is the best token of the one-shot run over what was fed."""
     lm, tokens = tiny_model(), prompt(n, seed=100 + n)
     logits, cache = lm.prefill(lm.new_cache(1, 64), [tokens])
-    *_, out = lm.decode(cache, logits, jnp.zeros(1, bool), Sampling.of(1), jnp.array([64], jnp.int32), 20)
-    out = np.asarray(out)[0]
+    state, out = (cache, logits, jnp.zeros(1, bool)), []
+    for _ in range(5):
+        *state, new = lm.decode(*state, Sampling.of(1), jnp.array([64], jnp.int32), 4)
+        out.append(np.asarray(new)[0])
+    out = np.concatenate(out)
     whole = feed(lm, np.concatenate([tokens, out]).astype(np.int32), [])
     assert np.array_equal(out, whole["logits"][n - 1 : -1].argmax(-1))
 

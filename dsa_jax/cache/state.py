@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
 from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
 from dsa_jax.numerics import Numerics
+from dsa_jax.pytree import Leaf
 
 NO_TOKEN = -1  # an Engram id that cuts n-grams: before the sequence, or an image position
 
@@ -20,18 +20,18 @@ NO_TOKEN = -1  # an Engram id that cuts n-grams: before the sequence, or an imag
 class CompressorTail:
     """Tokens of a group that is not complete, one slot per position mod ratio: float32 [B, ratio, d] each."""
 
-    kv: Float[Array, "B r d"]
-    gate: Float[Array, "B r d"]
+    kv: Leaf
+    gate: Leaf
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SourceCache:
-    """What one KV source owns: compressed KV rows, index keys, and the open group (None at ratio 1)."""
+    """What one KV source owns: compressed KV rows and index keys (PagedRows), and the open group (None at ratio 1)."""
 
-    compressed: ops.PagedRows
-    index_keys: ops.PagedRows
-    tail: CompressorTail | None
+    compressed: Leaf
+    index_keys: Leaf
+    tail: Leaf
 
 
 @jax.tree_util.register_dataclass
@@ -39,18 +39,18 @@ class SourceCache:
 class Cache:
     """All state of B requests between steps.
 
-    length: tokens held. block_table: page ids of each request; page i of the table holds the compressed rows of tokens
-    [i·page_tokens, (i+1)·page_tokens) in every source's pools. windows: per layer, the ring of recent window rows,
-    slot = position mod window. engram_ids: the newest compressed token ids in a ring. draft_windows: the rings of the
-    draft stages.
+    length: tokens held, int32 [B]. block_table: page ids of each request, int32 [B, M]; page i of the table holds the
+    compressed rows of tokens [i·page_tokens, (i+1)·page_tokens) in every source's pools. windows: per layer, the ring of
+    recent window rows (PagedRows), slot = position mod window. sources: SourceCache of each KV source, by layer.
+    engram_ids: the newest compressed token ids in a ring, int32 [B, n]. draft_windows: the rings of the draft stages.
     """
 
-    length: Int32[Array, " B"]
-    block_table: Int32[Array, "B M"]
-    windows: tuple[ops.PagedRows, ...]
-    sources: dict[int, SourceCache]
-    engram_ids: Int32[Array, "B n"]
-    draft_windows: tuple[ops.PagedRows, ...]
+    length: Leaf
+    block_table: Leaf
+    windows: Leaf
+    sources: Leaf
+    engram_ids: Leaf
+    draft_windows: Leaf
 
     @property
     def requests(self) -> int:

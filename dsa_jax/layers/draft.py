@@ -22,17 +22,18 @@ from dsa_jax.layers.hyper_connections import collapse, start_stream
 from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32, matmul
+from dsa_jax.pytree import Leaf
 from dsa_jax.step import Step
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draft:
-    """ids: the last token, then the drafts, greedy [B, n+1]. logits float32 [B, n, V]. confidence float32 [B, n]."""
+    """ids: the last token, then the greedy drafts, int32 [B, n+1]. logits: float32 [B, n, V]. confidence: float32 [B, n]."""
 
-    ids: Int32[Array, "B n1"]
-    logits: Float[Array, "B n V"]
-    confidence: Float[Array, "B n"]
+    ids: Leaf
+    logits: Leaf
+    confidence: Leaf
 
 
 class Embedding(nnx.Module):

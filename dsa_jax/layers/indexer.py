@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
 from dsa_jax import ops
 from dsa_jax.config import V41Config
@@ -13,6 +13,7 @@ from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.rope import Angles, apply_rope
 from dsa_jax.numerics import Numerics, f32
+from dsa_jax.pytree import Leaf
 from dsa_jax.step import Step
 
 
@@ -21,13 +22,13 @@ from dsa_jax.step import Step
 class Selected:
     """What an index source hands to the layers after it.
 
-    topk_indices: compressed positions, ascending, then -1. slots: the same as slots of the source's pages.
-    candidates: the blocks that later sources may choose from; None before the layer that makes them.
+    topk_indices: compressed positions, int32 [B, S, K], ascending, then -1. slots: the same as slots of the source's
+    pages. candidates: the blocks that later sources may choose from (Candidates); None before the layer that makes them.
     """
 
-    topk_indices: Int32[Array, "B S K"]
-    slots: Int32[Array, "B S K"]
-    candidates: ops.Candidates | None
+    topk_indices: Leaf
+    slots: Leaf
+    candidates: Leaf
 
 
 class Indexer(nnx.Module):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
 from dsa_jax.cache import Cache
@@ -21,6 +21,7 @@ from dsa_jax.layers.hyper_connections import collapse, start_stream
 from dsa_jax.layers.linear import Linear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32
+from dsa_jax.pytree import Leaf
 from dsa_jax.step import Step, keep_recent, with_recent
 from dsa_jax.tap import Tap
 
@@ -42,10 +43,10 @@ class Buffer(nnx.Variable):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ImageRows:
-    """Embeddings that replace those of image positions: embeddings [B, S, D] where is_image [B, S]."""
+    """Embeddings that replace those of image positions: embeddings float32 [B, S, D] where is_image, bool [B, S]."""
 
-    embeddings: Float[Array, "B S d"]
-    is_image: Bool[Array, "B S"]
+    embeddings: Leaf
+    is_image: Leaf
 
 
 class DeepseekV41(nnx.Module):

@@ -1,0 +1,140 @@
+"""The command line as a user types it: every command, and what it says when it cannot."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from conftest import GOLDEN
+from tiny import CHECKPOINT
+
+from dsa_jax.cli import main
+
+V41 = GOLDEN / "v41"
+
+
+@pytest.mark.parametrize("name", ["golden_f32", "golden_f32q", "golden_ref", "short_f32", "image_f32", "image_ref"])
+def test_numerics_agrees_with_every_golden_file(name, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    status = main(["numerics", str(CHECKPOINT), str(V41 / f"{name}.safetensors"), "--json", str(report)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    result = json.loads(report.read_text())
+    assert result["ok"] and result["mode"] == {"f32": "f32", "f32q": "f32q", "ref": "bf16"}[name.rpartition("_")[2]]
+    judged = {row["name"] for row in result["tensors"] if row["ok"] is not None}
+    assert len(judged) >= 20
+    if result["mode"] == "f32":
+        assert len(judged) == len(result["tensors"])
+
+
+def changed_golden(source, target, name: str, change) -> None:
+    """A copy of a golden file in which one float32 tensor is changed."""
+    data = bytearray(source.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    first, last = json.loads(data[8:start])[name]["data_offsets"]
+    values = np.frombuffer(bytes(data[start + first : start + last]), np.float32).copy()
+    change(values)
+    data[start + first : start + last] = values.tobytes()
+    target.write_bytes(data)
+
+
+def test_numerics_fails_where_one_value_is_wrong(tmp_path, capsys):
+    def nudge(values):
+        values[77] += 1e-3
+
+    changed_golden(V41 / "short_f32.safetensors", tmp_path / "short_f32.safetensors", "len3.decode.logits", nudge)
+    assert main(["numerics", str(CHECKPOINT), str(tmp_path / "short_f32.safetensors")]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL len3.decode.logits: largest 1.00" in printed
+    assert "79 of 80 judged tensors" in printed
+
+
+def test_numerics_refuses_the_released_decode_loop(tmp_path, capsys):
+    (tmp_path / "released_decode_f32.safetensors").write_bytes(b"")
+    assert main(["numerics", str(CHECKPOINT), str(tmp_path / "released_decode_f32.safetensors")]) == 2
+    assert "released decode loop with its known fault" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("ops/gate_f32.safetensors", "not an end-to-end golden file"), ("checkpoint/config.json", "config.json")],
+)
+def test_numerics_refuses_other_files(name, sentence, capsys):
+    assert main(["numerics", str(CHECKPOINT), str(V41 / name)]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys):
+    directory = tmp_path / "demo"
+    assert main(["demo", "--directory", str(directory), "--max-new-tokens", "9"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("reindex", "reuse", "candidates", "devices", "tokens/s"):
+        assert word in printed
+    # The same checkpoint through the other commands, and the same tokens.
+    assert main(["inspect", str(directory), "--json", str(tmp_path / "report.json")]) == 0
+    assert json.loads((tmp_path / "report.json").read_text())
+    capsys.readouterr()
+    assert main(["generate", str(directory), "--prompt", "The index finds what attention reads.", "--max-new-tokens", "9"]) == 0
+    generated = capsys.readouterr().out.splitlines()[0]
+    assert generated and generated in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--tokens", "1,x"], "is not a list of token ids"),
+        (["--tokens", "5,999"], "outside the vocabulary of 384 tokens"),
+        (["--tokens", "5", "--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--tokens", "5", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--tokens", "7,5"], "token id 5 has none"),
+        (["--tokens", "7", "--max-new-tokens", "70000"], "longer than the 65536 positions"),
+    ],
+)
+def test_generate_refuses_with_a_sentence(arguments, sentence, capsys):
+    assert main(["generate", str(CHECKPOINT), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert sentence in error and "Traceback" not in error
+
+
+def edited_checkpoint(tmp_path, **changes):
+    """The golden checkpoint with changed keys of config.json (dots enter objects; None removes)."""
+    directory = tmp_path / "checkpoint"
+    shutil.copytree(CHECKPOINT, directory)
+    config = json.loads((directory / "config.json").read_text())
+    for path, value in changes.items():
+        *parents, key = path.split("__")
+        section = config
+        for parent in parents:
+            section = section[parent]
+        if value is None:
+            del section[key]
+        else:
+            section[key] = value
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v41_mini", "deepseek_v4", "deepseek_v5"])
+def test_ac_66_the_family_is_chosen_by_the_exact_model_type(model_type, tmp_path, capsys):
+    directory = edited_checkpoint(tmp_path, model_type=model_type)
+    assert main(["generate", str(directory), "--tokens", "7"]) == 2
+    assert f"model_type '{model_type}' is not known" in capsys.readouterr().err
+
+
+def test_a_missing_config_key_is_named(tmp_path, capsys):
+    directory = edited_checkpoint(tmp_path, text_config__index_topk=None, text_config__rms_norm_eps=None)
+    assert main(["generate", str(directory), "--tokens", "7"]) == 2
+    error = capsys.readouterr().err
+    assert "index_topk" in error and "rms_norm_eps" in error
+
+
+def test_missing_and_cut_shards_are_named_together(tmp_path, capsys):
+    directory = edited_checkpoint(tmp_path)
+    (directory / "model-00001-of-00002.safetensors").unlink()
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert main(["generate", str(directory), "--tokens", "7"]) == 2
+    error = capsys.readouterr().err
+    assert "model-00001-of-00002.safetensors" in error and "model-00002-of-00002.safetensors" in error
+    assert main(["inspect", str(directory)]) == 0
+    assert "model-00001-of-00002.safetensors" in capsys.readouterr().out

@@ -1,0 +1,252 @@
+"""The decode loop: sampling, stop ids, streaming, donation, compilation, and what is refused."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+from tiny import tiny_config, tiny_model
+
+from dsa_jax.cache import new_cache
+from dsa_jax.decode import ImageSpan, generate, stream
+from dsa_jax.numerics import BF16, F32
+from dsa_jax.sampling import Sampling, kept_tokens, sample
+
+EVERY = 4  # decode steps a call: one number, so that tests share compiled loops
+NO_STOP = [64]  # outside the vocabulary: never sampled
+
+
+def prompt(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 60, n).tolist()
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def test_temperature_zero_and_narrow_filters_are_greedy():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)), jnp.float32)
+    best = np.asarray(logits).argmax(-1)
+    for options in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-6}, {"temperature": 1e-6}):
+        drawn = sample(logits, Sampling.of(4, **options), jnp.arange(4, dtype=jnp.int32))
+        assert np.array_equal(drawn, best), options
+
+
+def test_draws_follow_the_softmax_and_the_filters():
+    """4000 draws at T = 0.7 with top_p 0.8: the counts fit the renormalised probabilities (chi-square, fixed seed)."""
+    n, logits = 4000, np.array([2.0, 1.0, 0.5, 0.0, -1.0, -3.0], np.float32)
+    p = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    kept = np.cumsum(p) - p < 0.8
+    p = np.where(kept, p, 0) / p[kept].sum()
+    drawn = np.asarray(
+        sample(jnp.tile(logits, (n, 1)), Sampling.of(n, temperature=0.7, top_p=0.8), jnp.zeros(n, jnp.int32))
+    )
+    counts = np.bincount(drawn, minlength=6)
+    assert counts[~kept].sum() == 0
+    assert ((counts[kept] - n * p[kept]) ** 2 / (n * p[kept])).sum() < 13.8  # 0.1 % of honest runs at 2 degrees of freedom
+
+
+def test_the_kept_tokens_are_the_smallest_set_that_reaches_top_p():
+    scaled = jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))
+    for top_p, top_k, expected in [(0.5, 0, [1]), (0.51, 0, [1, 3]), (0.76, 0, [1, 2, 3]), (1.0, 0, [0, 1, 2, 3]), (1.0, 2, [1, 3])]:
+        keep = kept_tokens(scaled, jnp.array([top_k]), jnp.array([top_p]))
+        assert np.flatnonzero(keep[0]).tolist() == expected
+
+
+def test_a_request_draws_the_same_tokens_alone_and_in_a_batch():
+    lm = tiny_model()
+    prompts = [prompt(5, seed) for seed in (1, 2)]
+
+    def run(which, seeds):
+        sampling = Sampling.of(len(which), temperature=1.0, top_p=0.9, seed=seeds)
+        return generate(lm, [prompts[b] for b in which], 12, sampling=sampling, stop_ids=NO_STOP, every=EVERY)
+
+    together = run([0, 1], [7, 8])
+    assert together[1] == run([1], [8])[0]
+    assert together[0] != run([0], [70])[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0 must be finite and at least 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"top_p": 1.5}, "top_p=1.5 must be above 0 and at most 1"),
+        ({"top_k": -2}, "top_k=-2 must be at least 0"),
+        ({"temperature": [1.0, 2.0, 3.0]}, "one for each of 2 requests"),
+    ],
+)
+def test_bad_sampling_options_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Sampling.of(2, **options)
+
+
+# ---------------------------------------------------------------- the loop
+
+
+def test_a_stop_id_ends_its_request_only_and_is_its_last_token():
+    lm = tiny_model()
+    prompts = [prompt(4, s) for s in (11, 12)]
+    free = generate(lm, prompts, 16, stop_ids=NO_STOP, every=EVERY)
+    stop = free[0][5]
+    first = [row.index(stop) if stop in row else len(row) - 1 for row in free]
+    stopped = generate(lm, prompts, 16, stop_ids=[stop], every=EVERY)
+    assert stopped == [row[: end + 1] for row, end in zip(free, first, strict=True)]
+    assert len(stopped[0]) <= 6
+
+
+def test_streaming_yields_every_n_tokens_and_the_same_ones():
+    lm, prompts = tiny_model(), [prompt(6, 5), prompt(3, 6)]
+    whole = generate(lm, prompts, 10, stop_ids=NO_STOP, every=5)
+    chunks = list(stream(lm, prompts, 10, stop_ids=NO_STOP, every=EVERY))
+    assert [[len(row) for row in chunk] for chunk in chunks] == [[4, 4], [4, 4], [2, 2]]
+    assert [sum((chunk[b] for chunk in chunks), []) for b in range(2)] == whole
+
+
+def test_a_full_cache_ends_its_request():
+    """Decoding beyond the cache's room stops; nothing wraps around or is lost silently."""
+    lm = tiny_model()
+    logits, cache = lm.prefill(lm.new_cache(1, 100), [prompt(124, 1)], chunk=16)
+    state = (cache, logits, jnp.zeros(1, bool))
+    *state, out = lm.decode(*state, Sampling.of(1), jnp.array(NO_STOP, jnp.int32), EVERY)
+    assert int(state[0].length[0]) == 128 and not bool(state[2][0])  # 100 tokens take one page of 128
+    *state, more = lm.decode(*state, Sampling.of(1), jnp.array(NO_STOP, jnp.int32), EVERY)
+    assert int(state[0].length[0]) == 128 and bool(state[2][0])
+    # The logits after token 127 still give a token, which has no place in the cache any more.
+    assert (np.asarray(out)[0] >= 0).all() and np.asarray(more)[0, 0] >= 0 and (np.asarray(more)[0, 1:] == -1).all()
+
+
+def test_ac_73_decode_compiles_once():
+    """After warm-up: 200 steps, prompts of varied lengths, greedy and sampled: no further trace."""
+    lm = tiny_model()
+    generate(lm, [prompt(20), prompt(3)], 20, stop_ids=NO_STOP, every=EVERY)
+    generate(lm, [prompt(12), prompt(3)], 20, stop_ids=NO_STOP, every=EVERY)
+    warm = dict(lm.traces)
+    for seed in range(10):
+        prompts = [prompt(2 + 3 * seed % 28, seed), prompt(1 + seed, seed)]
+        sampling = Sampling.of(2, temperature=[0.0, 1.0], top_k=seed, seed=seed)
+        generate(lm, prompts, 20, sampling=sampling, stop_ids=NO_STOP, every=EVERY)
+    assert lm.traces == warm
+
+
+def test_ac_74_a_burst_of_steps_costs_the_host_one_call():
+    """Host time per step, with a generous bound: the loop is compiled, so all steps of a call are one dispatch."""
+    lm = tiny_model()
+    logits, cache = lm.prefill(lm.new_cache(2, 60), [prompt(20), prompt(3)])
+    state = (cache, logits, jnp.zeros(2, bool))
+    sampling, stops = Sampling.of(2), jnp.array(NO_STOP, jnp.int32)
+    times = []
+    for _ in range(5):
+        jax.block_until_ready(state)
+        begun = time.perf_counter()
+        *state, _ = lm.decode(*state, sampling, stops, EVERY)
+        jax.block_until_ready(state)
+        times.append(time.perf_counter() - begun)
+    assert min(times) / EVERY < 0.05
+
+
+def test_ac_71_caches_are_donated_and_their_buffers_distinct():
+    """No two leaves share a buffer, the old cache is gone after a step, and the step holds no second copy of it."""
+    lm = tiny_model()
+    cache = lm.new_cache(2, 4096)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
+    assert len(set(pointers)) == len(pointers)
+    arguments = (lm.leaves, cache, jnp.zeros((2, 64)), jnp.zeros(2, bool), Sampling.of(2), jnp.array(NO_STOP, jnp.int32))
+    compiled = lm._decode.lower(*arguments, steps=EVERY).compile()
+    memory = compiled.memory_analysis()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= size
+    assert memory.temp_size_in_bytes < 0.1 * size + 2**21, "a step's temporaries hold a copy of a cache"
+    old = jax.tree.leaves(cache)
+    logits, cache = lm.prefill(cache, [prompt(20), prompt(3)])
+    assert all(leaf.is_deleted() for leaf in old)
+    old = jax.tree.leaves(cache)
+    lm.decode(cache, logits, jnp.zeros(2, bool), Sampling.of(2), jnp.array(NO_STOP, jnp.int32), EVERY)
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+def test_bf16_caches_are_the_records_of_the_formats():
+    """890 bytes a token and 528 a window row at the released widths: no cache row is held wider than its record."""
+    config = tiny_config(head_dim=512, index_head_dim=128, qk_rope_head_dim=64)
+    cache = jax.eval_shape(lambda: new_cache(config, BF16, 1, 1280))
+    source = cache.sources[1]
+    tokens = 1280
+    assert source.compressed.pages.size == tokens // 2 * 288 and source.index_keys.pages.size == tokens // 2 * 68
+    assert cache.sources[3].compressed.pages.size == tokens * 288
+    assert cache.windows[0].pages.size == 8 * 528
+    wide = jax.eval_shape(lambda: new_cache(config, F32, 1, 1280))
+    assert wide.sources[3].compressed.pages.dtype == jnp.float32
+
+
+# ---------------------------------------------------------------- images
+
+
+def image_prompt(lm, n: int = 30, start: int = 9, length: int = 7):
+    rng = np.random.default_rng(0)
+    tokens = prompt(n)
+    tokens[start : start + length] = [lm.config.image_token_id] * length
+    return tokens, [ImageSpan(start, rng.standard_normal((length, lm.config.hidden_size)).astype(np.float32))]
+
+
+def test_an_image_span_may_lie_across_chunks():
+    lm = tiny_model()
+    tokens, spans = image_prompt(lm)
+    whole, _ = lm.prefill(lm.new_cache(1, 64), [tokens], [spans], chunk=32)
+    split, _ = lm.prefill(lm.new_cache(1, 64), [tokens], [spans], chunk=16)
+    assert np.abs(np.asarray(whole) - np.asarray(split)).max() <= tolerances.of("model.arrival.f32")
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def test_ac_47_a_prompt_longer_than_the_cache_names_both_limits():
+    lm = tiny_model()
+    with pytest.raises(ValueError, match="Prompt 0 has 200 tokens after 0 .* room for 128"):
+        lm.prefill(lm.new_cache(1, 100), [prompt(200)])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sentence"),
+    [
+        ([5, 64], "token id 64, outside the vocabulary of 64 tokens"),
+        ([-1], "token id -1, outside the vocabulary"),
+        ([5, 63], "token id 63 has none. Places with the image token id 63"),
+    ],
+)
+def test_bad_tokens_are_refused(tokens, sentence):
+    lm = tiny_model()
+    cache = lm.new_cache(1, 64)
+    with pytest.raises(ValueError, match=sentence):
+        lm.prefill(cache, [tokens])
+    assert not cache.length.is_deleted(), "a refused prompt must lose nothing"
+
+
+def test_bad_image_spans_are_refused():
+    lm = tiny_model()
+    tokens, spans = image_prompt(lm)
+    cache = lm.new_cache(1, 64)
+    for wrong, sentence in (
+        ([ImageSpan(28, spans[0].embeddings)], "spans must lie inside the 30 tokens"),
+        ([ImageSpan(9, spans[0].embeddings[:, :5])], r"expected \[n, 64\]"),
+        ([ImageSpan(8, spans[0].embeddings)], "place 8: token id .* has embeddings"),
+        (spans * 2, "not overlap"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            lm.prefill(cache, [tokens], [wrong])
+
+
+def test_wrong_counts_and_sizes_are_refused():
+    lm = tiny_model()
+    with pytest.raises(ValueError, match="2 prompts and 2 image lists for a cache of 1 requests"):
+        lm.prefill(lm.new_cache(1, 64), [prompt(3), prompt(3)])
+    with pytest.raises(ValueError, match="longer than the 65536 positions"):
+        lm.new_cache(1, 65537)
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        lm.new_cache(0, 10)
+    with pytest.raises(ValueError, match=r"Prompts \[1\] are empty"):
+        generate(lm, [prompt(2), []], 4)
+    with pytest.raises(ValueError, match="max_new_tokens=0"):
+        generate(lm, [prompt(2)], 0)
+    with pytest.raises(ValueError, match="chunk=0"):
+        lm.prefill(lm.new_cache(1, 64), [prompt(3)], chunk=0)
