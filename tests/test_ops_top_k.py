@@ -56,8 +56,8 @@ SCORE = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_top_k_equals_the_oracle(data):
-    length = data.draw(st.sampled_from([1, 2, 7, 8, 9, 31, 33]))
-    k = data.draw(st.sampled_from([1, 2, 7, 8, 9, 40]))
+    length = data.draw(st.sampled_from([1, 8, 33]))
+    k = data.draw(st.sampled_from([1, 8, 40]))
     scores = data.draw(hnp.arrays(np.float32, (3, length), elements=SCORE))
     lengths = data.draw(st.none() | st.lists(st.integers(0, length + 2), min_size=3, max_size=3))
     check_rows(scores, k, lengths)
@@ -157,9 +157,9 @@ def test_top_k_leading_axes():
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_candidate_blocks_equal_the_oracle(data):
-    total = data.draw(st.sampled_from([1, 7, 8, 9, 40, 43]))
-    topk_blocks = data.draw(st.sampled_from([1, 2, 3, 50]))
-    block_size = data.draw(st.sampled_from([1, 4, 8]))
+    total = data.draw(st.sampled_from([1, 8, 43]))
+    topk_blocks = data.draw(st.sampled_from([1, 3, 50]))
+    block_size = data.draw(st.sampled_from([1, 8]))
     scores = data.draw(hnp.arrays(np.float32, (3, total), elements=SCORE))
     lengths = data.draw(st.lists(st.integers(0, total), min_size=3, max_size=3))
     found = np.asarray(candidate_blocks(jnp.asarray(scores), lengths_of(*lengths), topk_blocks, block_size))
@@ -243,7 +243,7 @@ def test_expand_candidates_and_positions(data):
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_merge_top_k_equals_the_oracle(data):
-    shards, k = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 4, 9]))
+    shards, k = data.draw(st.sampled_from([1, 3])), data.draw(st.sampled_from([1, 4, 9]))
     ids = data.draw(st.lists(st.integers(0, 2**31 - 2), unique=True, min_size=shards * 4, max_size=shards * 4))
     ids = [i if data.draw(st.integers(0, 4)) else -1 for i in ids]
     scores = data.draw(hnp.arrays(np.float32, (shards, 1, 4), elements=SCORE))
@@ -277,7 +277,7 @@ def test_merge_of_shards_is_the_top_k_of_the_whole():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_slots_equal_the_oracle(data):
-    page_size = data.draw(st.sampled_from([1, 4, 64]))
+    page_size = data.draw(st.sampled_from([1, 64]))
     table = data.draw(st.lists(st.integers(-1, 2**31 // page_size - 2), min_size=3, max_size=3))
     positions = data.draw(st.lists(st.integers(-2, 4 * page_size), min_size=6, max_size=6))
     length = data.draw(st.none() | st.integers(0, 3 * page_size + 1))

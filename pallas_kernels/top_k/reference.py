@@ -36,11 +36,12 @@ def candidate_blocks(scores, lengths, topk_blocks, block_size):
     total = scores.shape[-1]
     blocks = -(-total // block_size)
     lengths = jnp.minimum(lengths, total)[..., None]
-    visible = jnp.where(jnp.arange(total) < lengths, scores.astype(jnp.float32), -jnp.inf)
+    scores = scores.astype(jnp.float32)
+    key = _key(jnp.where(jnp.isnan(scores), jnp.inf, scores))
+    key = jnp.where(jnp.arange(total) < lengths, key, -jnp.inf)
     padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * block_size - total)]
-    visible = jnp.pad(visible, padding, constant_values=-jnp.inf)
-    best = jnp.max(visible.reshape(*scores.shape[:-1], blocks, block_size), axis=-1)
-    best = jnp.where(jnp.isnan(best), jnp.inf, best)
+    key = jnp.pad(key, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], blocks, block_size)
+    best = _from_ascending(jnp.max(_ascending(key), axis=-1))  # a float maximum may take a subnormal for 0
     # The newest block stays out of the ranking, so that no number of infinite ones can push it out.
     newest = jnp.where(lengths > 0, (lengths - 1) // block_size, -1)
     width = min(topk_blocks, blocks)
@@ -81,6 +82,11 @@ def _ascending(key):
     """int32 that orders like the float32 key (no NaN, no -0), symmetric around 0 so that it can be negated."""
     bits = lax.bitcast_convert_type(key, jnp.int32)
     return jnp.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+def _from_ascending(value):
+    """The float32 that _ascending made `value` of."""
+    return lax.bitcast_convert_type(jnp.where(value < 0, -value ^ jnp.iinfo(jnp.int32).min, value), jnp.float32)
 
 
 def _ordered(positions, scores, order, with_scores):
