@@ -1,5 +1,6 @@
 """Runs the lane program of `program.py` on rows: as a Pallas kernel on a GPU, in the simulator when interpreted."""
 
+import concurrent.futures
 import functools
 
 import jax
@@ -21,12 +22,23 @@ def run(scores, lengths, plan: program.Plan) -> list:
     inputs = [scores] if lengths is None else [scores, lengths.astype(jnp.int32)]
     if mosaic.is_interpreted():
         shapes = [jax.ShapeDtypeStruct((scores.shape[0], width), jnp.int32) for _, width in plan.outputs()]
-        return jax.pure_callback(functools.partial(_simulate, plan), shapes, *inputs, vmap_method="sequential")
+        thread = _thread_with_subnormals()
+        return jax.pure_callback(
+            lambda *arrays: thread.submit(_simulate, plan, *arrays).result(), shapes, *inputs, vmap_method="sequential"
+        )
     return _compiled(plan, *inputs)
 
 
 def shared_bytes(plan: program.Plan) -> int:
     return 4 * sum(plan.shared().values())
+
+
+@functools.cache
+def _thread_with_subnormals():
+    """Threads of XLA flush subnormal numbers to 0, callbacks included; one that started outside of them does not."""
+    thread = concurrent.futures.ThreadPoolExecutor(1)
+    thread.submit(int).result()
+    return thread
 
 
 def _compiled(plan, scores, *lengths):

@@ -27,7 +27,8 @@ SAMPLED_BITS = 27  # the sample's histogram spans this many bits of the key belo
 # other blocks may read while COUNT goes on.
 COUNT, FULL, LISTED, BIN, ABOVE, AMOUNT, HIGH, LOW = 0, 2, 4, 6, 7, 8, 9, 10
 WORDS = 12
-BITMAP_WORDS = 32768  # at most; longer rows are written in several parts
+UNROLLED = 4  # entries of a list that a lane reads at once
+BITMAP_WORDS = 16384  # at most; longer rows are written in several parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Selection:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel's static shape: rows of `length` elements, `threads` a block, `blocks` a row, `vectors` of 16 bytes that
-    a thread has in flight; `samples` vectors that a thread samples (0: no guess)."""
+    a thread has in flight; `samples` vectors that a thread samples (0: no guess); `prefetched` 128-byte lines of the
+    slice that a thread asks the L2 cache for at the start."""
 
     length: int
     element_bytes: int
@@ -52,6 +54,7 @@ class Plan:
     samples: int
     selections: tuple[Selection, ...]
     has_lengths: bool
+    prefetched: int = 0
 
     def __post_init__(self):
         for selection in self.selections:
@@ -82,6 +85,7 @@ class Plan:
     def shared(self) -> dict[str, int]:
         """Words of shared memory by name. The histogram is also the bitmap; a list is its scores, then positions."""
         words = {"hist": self.bins * self.quads, "warps": self.warps, "words": WORDS}
+        words["lower"] = self.threads * self.quads
         words["stage"] = max(selection.k for selection in self.selections)
         return words | {f"list{s}": 2 * selection.capacity for s, selection in enumerate(self.selections)}
 
@@ -135,13 +139,17 @@ class _Row:
             m.store("words", m.tid, m.select((m.tid == FULL) | (m.tid == FULL + 1), m.i32(NONE), m.i32(0)))
         for quad in range(plan.quads):
             m.store4("hist", m.tid * 4 + quad * plan.bins, [0] * 4)
+        for line in range(plan.prefetched):
+            index = self.begin + (m.tid + line * plan.threads) * 8
+            with m.when(index < self.end):
+                m.prefetch(index)
         m.barrier()
         floors = self.fill_lists()
         if plan.blocks == 1:
             self.finish(floors)
         else:
             with m.when(m.rank == 0):
-                self.finish([self.take_over(s, floor) for s, floor in enumerate(floors)])
+                self.finish({s: self.take_over(s, floor) for s, floor in floors.items()})
             m.cluster_barrier()  # no block's shared memory goes away while the first reads it
 
     # Streaming.
@@ -153,7 +161,8 @@ class _Row:
     def fill_lists(self):
         """Streams the block's slice until every list holds all that can belong to the row's k best."""
         m, plan = self.m, self.plan
-        floors = [self.open_floor() for _ in plan.selections]
+        names = range(len(plan.selections))
+        floors = {s: self.open_floor() for s in names}
         if not plan.samples:
             floors = self.fill(floors, self.slice_source())
             self.publish()
@@ -163,7 +172,7 @@ class _Row:
         floors[0] = _Floor(at, at, floors[0].until, high)
 
         def attempt(running, guessed, *state):
-            floors = self.fill(_floors(state), self.slice_source())
+            floors = self.fill(_floors(names, state), self.slice_source())
             self.publish()
             total = m.load("words", LISTED)
             if plan.blocks > 1:
@@ -181,7 +190,7 @@ class _Row:
                 return self.open_floor().list()
 
             floors[0] = _Floor(*m.choose(retry, restart, floors[0].list()))
-            for s in range(1, len(floors)):  # the other lists are complete: nothing reaches NaN
+            for s in names[1:]:  # the other lists are complete: nothing reaches NaN
                 nothing = m.float_of(m.i32(NONE))
                 at, beyond = (m.select(retry, nothing, x) for x in (floors[s].at, floors[s].beyond))
                 floors[s] = _Floor(at, beyond, floors[s].until, floors[s].high)
@@ -189,7 +198,7 @@ class _Row:
 
         state = [m.constant(True, "b"), large, *_flat(floors)]
         _, _, *state = m.repeat(lambda running, *_: running, attempt, state)
-        return _floors(state)
+        return _floors(names, state)
 
     def publish(self):
         """Makes the lists' lengths known to all blocks of the row."""
@@ -210,11 +219,12 @@ class _Row:
         evenly spread vectors of the row."""
         m, plan = self.m, self.plan
         sampled = plan.threads * plan.samples
-        spread = m.as_float(self.vectors) * (1.0 / sampled)
+        # Pieces of 64 bytes, what the memory reads at once.
+        spread = m.as_float(self.vectors >> 2) * (4.0 / sampled)
         keys = []
         for u in range(plan.samples):
-            place = m.as_int(m.as_float(m.tid + u * plan.threads) * spread)
-            index = m.minimum(place, self.vectors - 1)
+            piece = m.as_int(m.as_float((m.tid + u * plan.threads) >> 2) * spread)
+            index = m.minimum(piece * 4 + (m.tid & 3), self.vectors - 1)
             position = index * plan.vector - m.head
             for e, x in enumerate(m.load_vector(index)):
                 inside = x >= -FLOAT32_MAX
@@ -247,43 +257,46 @@ class _Row:
     def fill(self, floors, source):
         """Appends all of `source` that reaches the floors to the lists; returns the floors, which may have risen.
 
-        `source` is (number of groups, function of a group's number): the function gives, for every selection, the
-        scores that this lane has in the group and their positions as (value, constant to add).
+        `floors` maps numbers of selections to their floors. `source` is (number of groups, group): ``group(j)`` loads
+        group number j and gives, for every selection, this lane's scores in it and their positions as (value, constant
+        to add).
         """
         m = self.m
-        several = len(floors)
+        names = [*floors]
 
         def turn(running, j, *state):
-            done, floors = list(state[:several]), _floors(state[several:])
-            j, done = self.stream(j, done, floors, source)
+            done, now = list(state[: len(names)]), _floors(names, state[len(names) :])
+            j, done = self.stream(j, done, now, source)
             m.barrier()
             again = m.constant(False, "b")
-            overflowed = [m.load("words", FULL + s) != NONE for s in range(several)]
+            overflowed = {s: m.load("words", FULL + s) != NONE for s in names}
             m.barrier()  # every lane has read the words before one changes them
-            for s, floor in enumerate(floors):
+            for s, floor in now.items():
                 raised = m.choose(overflowed[s], lambda s=s, floor=floor: self.shrink(s, floor).list(), floor.list())
-                floors[s] = _Floor(*raised)
+                now[s] = _Floor(*raised)
                 again = again | overflowed[s]
-            return [again, j, *done, *_flat(floors)]
+            return [again, j, *done, *_flat(now)]
 
         no, yes = m.constant(False, "b"), m.constant(True, "b")
-        state = m.repeat(lambda running, *_: running, turn, [yes, m.i32(0), *[no] * several, *_flat(floors)])
-        return _floors(state[2 + several :])
+        state = m.repeat(lambda running, *_: running, turn, [yes, m.i32(0), *[no] * len(names), *_flat(floors)])
+        return _floors(names, state[2 + len(names) :])
 
     def stream(self, j, done, floors, source):
         """Appends groups of `source` from number `j` on, until they end or a list is full. Warps go their own ways.
         `done` marks the selections that have had their share of group `j`."""
         m = self.m
         groups, group = source
+        several = len(done)
 
         def turn(j, stopped, *done):
-            done = list(done)
-            for s, (values, positions) in enumerate(group(j)):
+            done, used = list(done), group(j)
+            for d, (s, floor) in enumerate(floors.items()):
+                values, positions = used[s]
                 base, offset = positions[0]
-                floor = m.select(base + offset > floors[s].until, floors[s].beyond, floors[s].at)
-                if len(done) > 1:
-                    floor = m.select(done[s], m.float_of(m.i32(NONE)), floor)
-                done[s] = done[s] | self.append(s, floor, values, positions)
+                at = m.select(base + offset > floor.until, floor.beyond, floor.at)
+                if several > 1:
+                    at = m.select(done[d], m.float_of(m.i32(NONE)), at)
+                done[d] = done[d] | self.append(s, at, values, positions)
             complete = done[0]
             for flag in done[1:]:
                 complete = complete & flag
@@ -372,30 +385,34 @@ class _Row:
         return fits
 
     def take_over(self, s, floor):
-        """Adds the other blocks' lists to this block's list `s`."""
+        """Adds the other blocks' lists to this block's list `s`; every list is read by some of the warps."""
         m, plan = self.m, self.plan
         capacity = plan.selections[s].capacity
-        longest = m.i32(0)
-        for rank in range(1, plan.blocks):
-            longest = m.maximum(longest, m.load_of(rank, "words", LISTED + s))
-        turns = m.divide(longest + (plan.threads - 1), plan.threads)
+        others = plan.blocks - 1
+        share = plan.warps // others  # warps of a list
+        helper = m.divide(m.warp, others)
+        rank = m.warp - helper * others + 1
+        listed = m.select(helper < share, m.load_of(rank, "words", LISTED + s), m.i32(0))
+        unrolled = plan.vectors
 
         def group(j):
-            # Rank by rank, as many groups as the longest list needs.
-            rank = m.divide(j, m.maximum(turns, 1))
-            i = (j - rank * turns) * plan.threads + m.tid
-            rank = rank + 1
-            inside = i < m.load_of(rank, "words", LISTED + s)
-            bits, position = m.choose(
-                inside,
-                lambda: [m.load_of(rank, f"list{s}", i), m.load_of(rank, f"list{s}", i + capacity)],
-                [m.i32(NONE), m.i32(0)],  # a NaN
-            )
-            groups = [([], [])] * len(plan.selections)
-            groups[s] = [m.float_of(bits)], [(position, 0)]
+            loaded = []
+            for u in range(unrolled):
+                i = ((j * share + helper) * unrolled + u) * 32 + m.lane
+                loaded += m.choose(
+                    i < listed,
+                    lambda i=i: [
+                        m.float_of(m.load_of(rank, f"list{s}", i)),
+                        m.float_of(m.load_of(rank, f"list{s}", i + capacity)),
+                    ],
+                    [m.float_of(m.i32(NONE))] * 2,  # a NaN
+                )
+            groups = [None] * len(plan.selections)
+            groups[s] = loaded[::2], [(m.bits_of(position), 0) for position in loaded[1::2]]
             return groups
 
-        return self.fill([floor], (turns * (plan.blocks - 1), group))[0]
+        turns = m.divide(listed + (32 * unrolled * share - 1), 32 * unrolled * share)
+        return self.fill({s: floor}, (turns, group))[s]
 
     # Selection.
     def key(self, x):
@@ -412,6 +429,21 @@ class _Row:
         m = self.m
         bits = m.load(f"list{s}", i)
         return self.key(m.float_of(bits)), m.load(f"list{s}", i + self.plan.selections[s].capacity), bits
+
+    def for_entries(self, s, count, body, state=()):
+        """``state = body(inside, entry, *state)`` for this lane's entries of list `s`; `inside` is false beyond its
+        end. Several at a time, so that their loads overlap."""
+        m, plan = self.m, self.plan
+
+        def turn(i, *state):
+            places = [i + u * plan.threads for u in range(UNROLLED)]
+            entries = [self.entry(s, m.minimum(place, count - 1)) for place in places]
+            for place, entry in zip(places, entries):
+                state = body(place < count, entry, *state) or ()
+            return [i + UNROLLED * plan.threads, *state]
+
+        _, *state = m.repeat(lambda i, *_: i < count, turn, [m.tid, *state])
+        return state
 
     def taken(self, entry, threshold):
         """Whether the list's `entry` is chosen."""
@@ -453,11 +485,10 @@ class _Row:
         zero = m.i32(0)
 
         def extremes():
-            def turn(i, high, low):
-                key, *_ = self.entry(s, i)
-                return [i + plan.threads, m.binary("umax", high, key), m.binary("umax", low, ~key)]
+            def one(_, entry, high, low):  # beyond the end comes the last entry, which changes nothing
+                return [m.binary("umax", high, entry[0]), m.binary("umax", low, ~entry[0])]
 
-            _, high, low = m.repeat(lambda i, *_: i < count, turn, [m.tid, zero, zero])
+            high, low = self.for_entries(s, count, one, [zero, zero])
             high, low = m.warp_reduce("umax", high), m.warp_reduce("umax", low)
             with m.when(m.lane == 0):
                 m.atomic("max", "words", HIGH, high)
@@ -474,15 +505,15 @@ class _Row:
             width = high - low
             shift = m.maximum(m.i32(32 - _log2(plan.bins)) - m.leading_zeros(width), 0)
 
-            def count_one(i):
-                key, position, _ = self.entry(s, i)
+            def count_one(present, entry):
+                key, position, _ = entry
                 value = m.select(by_position, ~position, key) - low
                 inside = m.unsigned("le", value, width)
                 counted = (inside & (~by_position | (key == at))) | topless
-                with m.when(counted):
+                with m.when(counted & present):
                     m.atomic("add", "hist", m.select(inside, value >> shift, m.i32(plan.bins - 1)), 1)
 
-            m.each(m.tid, count, plan.threads, count_one)
+            self.for_entries(s, count, count_one)
             m.barrier()
             found, above, amount = self.find(need)
             need = need - above
@@ -542,7 +573,8 @@ class _Row:
     def finish(self, floors):
         """Chooses the k best of every list and writes them by ascending position, then -1, and their count."""
         m, plan = self.m, self.plan
-        for s, (selection, floor) in enumerate(zip(plan.selections, floors)):
+        for s, floor in floors.items():
+            selection = plan.selections[s]
             k = selection.k
             count = m.load("words", COUNT + s)
             threshold = m.choose(count > k, lambda: list(self.threshold(s, count, floor)), [m.i32(0), m.i32(NONE)])
@@ -557,52 +589,63 @@ class _Row:
                 m.barrier()  # the stage is written again
 
     def write(self, s, count, threshold, stop):
-        """Puts the chosen positions of list `s`, all below `stop`, into the stage in order, by way of a bitmap.
+        """Puts the chosen positions of list `s`, all below `stop`, into the stage in order.
 
-        Every lane reads `quads` consecutive 16-byte words of the bitmap. They lie permuted within that group, so that
-        the lanes of a warp read from different banks.
+        They are marked in a bitmap; the number of marks below a position is its place. Every lane counts the marks of
+        `quads` consecutive 16-byte words, which lie permuted so that the lanes of a warp read from different banks.
         """
         m, plan = self.m, self.plan
         covered = 32 * plan.bins * plan.quads
+        several = plan.length > covered
 
-        def place(quad):
+        def where(quad):
             return quad ^ ((quad >> _log2(plan.quads)) & (plan.quads - 1))
 
-        def part(start, written):
-            def mark(i):
-                entry = self.entry(s, i)
-                bit = entry[1] - start
-                with m.when(self.taken(entry, threshold) & m.unsigned("lt", bit, m.i32(covered))):
-                    word = place(bit >> 7) * 4 + ((bit >> 5) & 3)
-                    m.atomic("or", "hist", word, m.i32(1) << (bit & 31))
+        def chosen(start, present, entry):
+            bit = entry[1] - start
+            marked = present & self.taken(entry, threshold)
+            return (marked & m.unsigned("lt", bit, m.i32(covered)) if several else marked), bit
 
-            m.each(m.tid, count, plan.threads, mark)
+        def part(start, written):
+            def mark(*entry):
+                marked, bit = chosen(start, *entry)
+                with m.when(marked):
+                    m.atomic("or", "hist", where(bit >> 7) * 4 + ((bit >> 5) & 3), m.i32(1) << (bit & 31))
+
+            self.for_entries(s, count, mark)
             m.barrier()
             first = m.tid * plan.quads
-
-            def ones(q, number):
-                words = m.load4("hist", place(first + q) * 4)
-                return [q + 1, number + sum((m.popcount(word) for word in words[1:]), m.popcount(words[0]))]
-
-            _, number = m.repeat(lambda q, _: q < plan.quads, ones, [m.i32(0), m.i32(0)])
-            slot, marked = self.before(number)
-
-            def unpack(q, slot):
-                quad = place(first + q) * 4
-                for e, word in enumerate(m.load4("hist", quad)):
-                    offset = start + (first + q) * 128 + e * 32
-
-                    def put(word, slot, offset=offset):
-                        m.store("stage", slot, offset + m.trailing_zeros(word))
-                        return [word & (word - 1), slot + 1]
-
-                    _, slot = m.repeat(lambda word, _: word != 0, put, [word, slot])
-                m.store4("hist", quad, [0] * 4)
-                return [q + 1, slot]
-
-            m.repeat(lambda q, _: q < plan.quads, unpack, [m.i32(0), written + slot])
+            marks = []
+            for q in range(plan.quads):
+                words = m.load4("hist", where(first + q) * 4)
+                marks.append(sum((m.popcount(word) for word in words[1:]), m.popcount(words[0])))
+            lower, all_marks = self.before(sum(marks[1:], marks[0]))
+            lower = lower + written
+            for q, number in enumerate(marks):
+                m.store("lower", where(first + q), lower)
+                lower = lower + number
             m.barrier()
-            return [start + covered, written + marked]
+
+            def put(*entry):
+                marked, bit = chosen(start, *entry)
+                with m.when(marked):
+                    quad = where(bit >> 7)
+                    words = m.load4("hist", quad * 4)
+                    place = m.load("lower", quad)
+                    below = (m.i32(1) << (bit & 31)) - 1
+                    for e, word in enumerate(words):
+                        number = (bit >> 5) & 3
+                        mask = m.select(number == e, below, m.select(number > e, m.i32(-1), m.i32(0)))
+                        place = place + m.popcount(word & mask)
+                    m.store("stage", place, start + bit)
+
+            self.for_entries(s, count, put)
+            m.barrier()
+            if several or s + 1 < len(plan.selections):
+                for q in range(plan.quads):
+                    m.store4("hist", m.tid * 4 + q * plan.bins, [0] * 4)
+                m.barrier()
+            return [start + covered, written + all_marks]
 
         m.repeat(lambda start, _: start < stop, part, [m.i32(0), m.i32(0)])
 
@@ -612,8 +655,8 @@ def _log2(value):
 
 
 def _flat(floors):
-    return [x for floor in floors for x in floor.list()]
+    return [x for floor in floors.values() for x in floor.list()]
 
 
-def _floors(state):
-    return [_Floor(*state[i : i + 4]) for i in range(0, len(state), 4)]
+def _floors(names, state):
+    return {name: _Floor(*state[4 * i : 4 * i + 4]) for i, name in enumerate(names)}

@@ -180,6 +180,9 @@ class Simulator(Machine):
         return Value(self, np.repeat(reduced, 32), "i")
 
     # Memory.
+    def prefetch(self, index):
+        pass
+
     def load_vector(self, index):
         first = self._base + index.raw.astype(np.int64) * self._vector
         out = []
