@@ -57,6 +57,8 @@ class Plan:
     prefetched: int = 0
 
     def __post_init__(self):
+        if self.blocks - 1 > self.warps:
+            raise ValueError(f"{self.warps} warps cannot read the lists of {self.blocks - 1} other blocks at once.")
         for selection in self.selections:
             appended = 32 * self.vectors * (self.vector if not selection.group else 1)
             if selection.capacity < selection.k + appended:

@@ -1,0 +1,86 @@
+"""Named shapes of exact top-k and candidate blocks. Errors are the share of rows that differ from the exact answer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.case import Case
+from pallas_kernels.top_k import reference
+
+SECTION = "Exact top-k"
+BLOCKS = 2048  # candidate blocks of DeepSeek-V4.1, of 8 positions each
+BLOCK_SIZE = 8
+
+
+def _make(rows, length, dtype, key):
+    return (jax.random.normal(key, (rows, length), jnp.float32).astype(dtype),)
+
+
+def _make_with_lengths(rows, length, key):
+    return *_make(rows, length, jnp.float32, key), jnp.full((rows,), length, jnp.int32)
+
+
+def _differing(found, expected):
+    differs = functools.reduce(jnp.logical_or, [jnp.any(f != e, axis=-1) for f, e in zip(found, expected)])
+    return float(jnp.mean(differs))
+
+
+def _rows(rows, length, k, dtype=jnp.float32, compiled=False):
+    name = {"float32": "f32", "bfloat16": "bf16"}[jnp.dtype(dtype).name]
+    return Case(
+        section=SECTION,
+        shape=f"rows{rows} L{length} k{k} {name}",
+        operation="top_k",
+        function="top_k",
+        make=functools.partial(_make, rows, length, dtype),
+        call=lambda function, scores: function(scores, k),
+        check=lambda output, scores: _differing(output[:1], reference.top_k(scores, k)[:1]),
+        flops=0.0,
+        bytes=float(rows * (length * jnp.dtype(dtype).itemsize + 4 * k)),
+        compiled=compiled,
+    )
+
+
+def _blocks(rows, length, compiled=False):
+    width = min(BLOCKS, length // BLOCK_SIZE)
+    return Case(
+        section="Candidate blocks",
+        shape=f"rows{rows} L{length} blocks{width} f32",
+        operation="top_k",
+        function="candidate_blocks",
+        make=functools.partial(_make_with_lengths, rows, length),
+        call=lambda function, scores, lengths: (function(scores, lengths, BLOCKS, BLOCK_SIZE),),
+        check=lambda output, *arrays: _differing(output, (reference.candidate_blocks(*arrays, BLOCKS, BLOCK_SIZE),)),
+        flops=0.0,
+        bytes=float(rows * 4 * (length + width)),
+        compiled=compiled,
+    )
+
+
+CASES = (
+    _rows(1, 8192, 2048),
+    _rows(1, 65536, 2048),
+    _rows(1, 131072, 2048, compiled=True),
+    _rows(1, 131072, 512),
+    _rows(1, 1048576, 512),
+    _rows(32, 8192, 512, compiled=True),
+    _rows(32, 32768, 512),
+    _rows(32, 131072, 512, compiled=True),
+    _rows(32, 131072, 1024),
+    _rows(32, 131072, 2048),
+    _rows(32, 1048576, 512),
+    _rows(64, 131072, 2048),
+    _rows(128, 16384, 512),
+    _rows(128, 16384, 512, jnp.bfloat16),
+    _rows(128, 32768, 2048),
+    _rows(128, 131072, 512),
+    _rows(128, 131072, 2048, compiled=True),
+    _rows(4096, 8192, 2048),
+    _rows(4096, 16384, 512, compiled=True),
+    _rows(4096, 16384, 512, jnp.bfloat16, compiled=True),
+    _rows(4096, 32768, 2048, compiled=True),
+    _rows(2048, 131072, 2048, compiled=True),
+    _blocks(32, 131072, compiled=True),
+    _blocks(2048, 131072, compiled=True),
+)

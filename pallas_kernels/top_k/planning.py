@@ -1,0 +1,53 @@
+"""How a chip's tuned choices become a plan: the sizes of lists and samples that rows of some length need."""
+
+import dataclasses
+import math
+
+from pallas_kernels.top_k.program import MARGIN, Plan, Selection
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """`threads` a block, `blocks` a row, `vectors` of 16 bytes that a thread has in flight, `samples` vectors that a
+    thread samples of a long row, `prefetched` lines of its slice that it asks for at the start."""
+
+    threads: int
+    blocks: int
+    vectors: int
+    samples: int
+    prefetched: int = 0
+
+    def __post_init__(self):
+        if self.threads not in (128, 256, 512, 1024) or self.blocks not in (1, 2, 4, 8):
+            raise ValueError(f"{self}: threads must be 128, 256, 512 or 1024 and blocks 1, 2, 4 or 8.")
+        if self.vectors < 1 or self.samples < 0 or self.prefetched < 0:
+            raise ValueError(f"{self}: vectors must be positive, samples and prefetched lines not negative.")
+
+
+def plan(tuning: TuningConfig, length, element_bytes, selections, has_lengths) -> Plan:
+    """The plan of `tuning`; the selections' capacities are set here."""
+    vector = 16 // element_bytes
+    filled, samples = [], tuning.samples
+    for selection in selections:
+        elements = -(-length // (vector * selection.group)) if selection.group else length
+        warp = 32 * tuning.vectors * (1 if selection.group else vector)
+        share = -(-elements // tuning.blocks)
+        if selection.group:
+            # Blocks have no guess: room for all of a slice's, or for a few fillings.
+            capacity = min(share, 3 * selection.k)
+        elif elements <= 2 * selection.k or not samples:
+            capacity, samples = share, 0  # nearly all is chosen: keep everything
+        else:
+            capacity = _guessed(selection.k, elements, tuning.threads * samples * vector)
+        capacity = max(capacity, selection.k + warp)
+        filled.append(Selection(selection.k, -(-capacity // 4) * 4, selection.group))
+    return Plan(
+        length, element_bytes, tuning.threads, tuning.blocks, tuning.vectors, samples, tuple(filled), has_lengths,
+        tuning.prefetched,
+    )  # fmt: skip
+
+
+def _guessed(k, elements, sampled):
+    """Scores that reach the guess of `sampled` scores out of `elements`, and an eighth for its own spread and bins."""
+    expected = k * sampled / elements
+    return math.ceil(1.125 * (expected + MARGIN * math.sqrt(expected) + MARGIN) * elements / sampled)
