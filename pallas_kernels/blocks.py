@@ -11,10 +11,16 @@ HIGHEST = lax.Precision.HIGHEST
 def round_to(x, dtype):
     """Float32 `x` rounded to the precision of `dtype` and kept in float32.
 
-    A cast there and back is not enough: XLA may drop it (xla_allow_excess_precision).
+    A cast there and back is not enough: XLA for GPUs drops it (xla_allow_excess_precision).
     """
     info = jnp.finfo(dtype)
     return lax.reduce_precision(x, info.nexp, info.nmant)
+
+
+def cast(x, dtype):
+    """Float32 `x` as `dtype`, rounded also where XLA drops the cast because another follows."""
+    dtype = jnp.dtype(dtype)
+    return (round_to(x, dtype) if dtype in (jnp.bfloat16, jnp.float16) else x).astype(dtype)
 
 
 def rows_at_once(bytes_per_row: int) -> int:

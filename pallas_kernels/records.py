@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
-from pallas_kernels import checks, indexing, quantize
+from pallas_kernels import blocks, checks, indexing, quantize
 
 
 class Field(NamedTuple):
@@ -76,6 +76,8 @@ class Plain(RecordFormat):
     def __post_init__(self):
         checks.positive("width", self.width)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
+        if self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            raise ValueError(f"dtype is {self.dtype}; plain rows are float32, bfloat16 or float16. FP8 rows need a scale.")
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -85,11 +87,11 @@ class Plain(RecordFormat):
     def encode(self, x: Float[Array, "*s width"]) -> Float[Array, "*s width"]:
         """`x` in the dtype of the format (no bytes)."""
         _width(self, x)
-        return x.astype(self.dtype)
+        return blocks.cast(x.astype(jnp.float32), self.dtype)
 
     def decode(self, rows: Float[Array, "*s width"], dtype=jnp.float32) -> Float[Array, "*s width"]:
         """Stored rows as `dtype`."""
-        return rows.astype(dtype)
+        return blocks.cast(rows.astype(jnp.float32), dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +122,7 @@ class V32(RecordFormat):
         """Rows of `width` values as bytes."""
         _width(self, x)
         values, scales = quantize.quantize_fp8(x[..., : self.latent], 128)
-        return _join(values, scales, x[..., self.latent :].astype(jnp.bfloat16))
+        return _join(values, scales, _bf16(x[..., self.latent :]))
 
     def decode(self, rows: UInt8[Array, "*s bytes"], dtype=jnp.float32) -> Float[Array, "*s width"]:
         """Row bytes as `dtype`: float32 products, rounded once."""
@@ -160,7 +162,7 @@ class Model1(RecordFormat):
         values, scales = quantize.quantize_fp8(x[..., :plain], 64)
         exponents = _exponents(scales)
         padding = jnp.zeros((*x.shape[:-1], self.sizes[1] - plain // 64), jnp.uint8)
-        return _join(values, x[..., plain:].astype(jnp.bfloat16), exponents, padding)
+        return _join(values, _bf16(x[..., plain:]), exponents, padding)
 
     def decode(self, rows: UInt8[Array, "*s bytes"], dtype=jnp.float32) -> Float[Array, "*s width"]:
         """Row bytes as `dtype`, exact in bf16."""
@@ -353,6 +355,10 @@ def _width(format, x):
 def _multiple(name, value, of):
     if not isinstance(value, int) or value < of or value % of:
         raise ValueError(f"{name} is {value!r}; it must be a positive multiple of {of}.")
+
+
+def _bf16(x):
+    return blocks.cast(x.astype(jnp.float32), jnp.bfloat16)
 
 
 def _exponents(scales):

@@ -370,6 +370,7 @@ def test_formats_are_static_and_caches_are_pytrees():
         (lambda: V41MXFP8(48), "positive multiple of 32"),
         (lambda: Model1(100, 64), "width - rope is 36"),
         (lambda: Plain(0, jnp.float32), "at least 1"),
+        (lambda: Plain(8, jnp.float8_e4m3fn), "FP8 rows need a scale"),
         (lambda: PagedRows.zeros(V32(), 0, 64), "num_pages is 0"),
         (lambda: V32().encode(jnp.zeros((2, 512))), "have 576 values"),
         (lambda: PagedRows(jnp.zeros((2, 100), jnp.uint8), V32(), 4).gather(ids(0)), "needs 2624 bytes"),

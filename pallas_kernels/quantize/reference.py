@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-FP8_MAX, FP4_MAX = 448.0, 6.0
+from pallas_kernels import blocks
+
+FP8_MAX = 448.0
 FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 SIGN, EXPONENT, MANTISSA, ONE = np.uint32([0x80000000, 0x7F800000, 0x007FFFFF, 0x00800000])
 
@@ -52,6 +54,17 @@ def _over_power(x, scale):
     return jnp.where(small, lifted, x * inverse)
 
 
+def round_e4m3(x):
+    """Float32 `x` rounded to the nearest E4M3 number, ties to even, 448 at most; kept in float32.
+
+    The cast to float8_e4m3fn that follows is then exact. It has to be: where a cast back follows, XLA for GPUs drops
+    both (xla_allow_excess_precision).
+    """
+    x = jnp.clip(x, -FP8_MAX, FP8_MAX)
+    tiny = lax.round(x * 2.0**9, lax.RoundingMethod.TO_NEAREST_EVEN) * 2.0**-9  # below 2^-6, numbers are 2^-9 apart
+    return jnp.where(jnp.abs(x) < 2.0**-6, tiny, lax.reduce_precision(x, 8, 3))
+
+
 @_compiled("group", "power_of_two")
 def quantize_fp8(x, group, *, power_of_two=True):
     groups = _split(x, group)
@@ -61,7 +74,7 @@ def quantize_fp8(x, group, *, power_of_two=True):
         ratio = _over_power(groups, scale)
     else:
         ratio = groups / scale
-    values = jnp.clip(ratio, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    values = round_e4m3(ratio).astype(jnp.float8_e4m3fn)
     return values.reshape(x.shape), scale[..., 0]
 
 
@@ -100,9 +113,9 @@ def quantize_mxfp4(x, group=32):
 def quantize_nvfp4(x, group=16):
     groups = _split(x, group)
     amax = _amax(groups, 6 * 2.0**-9)
-    scale = jnp.minimum(_sixth(amax), FP8_MAX).astype(jnp.float8_e4m3fn)
-    codes = _e2m1(groups, scale.astype(jnp.float32))
-    return _pack(codes, x.shape), scale[..., 0]
+    scale = round_e4m3(_sixth(amax))
+    codes = _e2m1(groups, scale)
+    return _pack(codes, x.shape), scale[..., 0].astype(jnp.float8_e4m3fn)
 
 
 def _sixth(v):
@@ -159,7 +172,7 @@ def _scaled(values, scales):
 @_compiled("dtype")
 def dequantize_fp8(values, scales, dtype=jnp.float32):
     groups = _split(values, values.shape[-1] // scales.shape[-1])
-    return _scaled(groups, scales[..., None]).reshape(values.shape).astype(dtype)
+    return blocks.cast(_scaled(groups, scales[..., None]).reshape(values.shape), dtype)
 
 
 @_compiled("dtype")
@@ -183,4 +196,4 @@ def dequantize_weight(weight, scale, block, dtype):
     out, width = weight.shape[-2:]
     rows, columns = block
     spread = jnp.repeat(jnp.repeat(scale, rows, axis=-2)[..., :out, :], columns, axis=-1)[..., :width]
-    return _scaled(weight.astype(jnp.float32), spread).astype(dtype)
+    return blocks.cast(_scaled(weight.astype(jnp.float32), spread), dtype)

@@ -26,8 +26,7 @@ def attend(q, sources, *, scale, v_width, p_dtype, splits=1):
         p = jnp.exp(scores - new[..., None])
         shrink = jnp.exp(high - new)
         total = total * shrink + jnp.sum(p, axis=-1)
-        rounded = blocks.round_to(p, p_dtype).astype(p_dtype)
-        added = jnp.einsum("rhk,rkd->rhd", *_operands(rounded, k[..., :v_width]), precision=blocks.HIGHEST,
+        added = jnp.einsum("rhk,rkd->rhd", *_operands(blocks.cast(p, p_dtype), k[..., :v_width]), precision=blocks.HIGHEST,
                            preferred_element_type=jnp.float32)  # fmt: skip
         return acc * shrink[..., None] + added, total, new
 
@@ -99,7 +98,7 @@ def finish(acc, total, high, sink, dtype):
     denominator = total if sink is None else total + jnp.exp(sink.astype(jnp.float32) - high)
     empty = denominator == 0  # nothing to attend, and no sink or one of -inf
     out = jnp.where(empty[..., None], 0, acc / jnp.where(empty, 1, denominator)[..., None])
-    return out.astype(dtype), lse
+    return blocks.cast(out, dtype), lse
 
 
 def combine(outs, lses, sink, dtype):
