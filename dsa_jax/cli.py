@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsa_jax.hub import checkpoint_folder
+
 REFUSED = 2  # exit status where the request itself cannot be met
 
 
@@ -19,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for chatty in ("jax", "absl"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
+        if hasattr(arguments, "checkpoint"):
+            arguments.checkpoint = checkpoint_folder(arguments.checkpoint)
         return arguments.run(arguments)
     except (ValueError, NotImplementedError, OSError) as problem:
         print(f"dsa-jax: {problem}", file=sys.stderr)
@@ -41,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--max-new-tokens", type=int, default=48)
 
     generate = command("generate", _generate, "Load a checkpoint and write tokens.")
-    generate.add_argument("checkpoint", type=Path)
+    generate.add_argument("checkpoint", help="folder, or hub repository owner/name")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text; the begin-of-sequence token is put in front")
     prompt.add_argument("--tokens", help="token ids, separated by commas, taken as they are")
@@ -55,13 +59,13 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--every", type=int, default=8, help="decode steps in one compiled call")
 
     inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
-    inspect.add_argument("checkpoint", type=Path)
+    inspect.add_argument("checkpoint", help="folder, or hub repository owner/name")
     inspect.add_argument("--context", type=int, help="tokens a request may hold (default: 131072, or what the config allows)")
     inspect.add_argument("--batch", type=int, default=1, help="requests at once")
     inspect.add_argument("--json", type=Path, help="write the report here too")
 
     numerics = command("numerics", _numerics, "Compare a model with a golden file of DeepSeek's own code.")
-    numerics.add_argument("checkpoint", type=Path)
+    numerics.add_argument("checkpoint", help="folder, or hub repository owner/name")
     numerics.add_argument("golden", type=Path)
     numerics.add_argument("--mode", choices=("f32", "f32q", "bf16"), help="default: by the file's name")
     numerics.add_argument("--json", type=Path, help="write every tensor's verdict here")
