@@ -253,6 +253,20 @@ def test_dequantize_weight_fp8(shape, block, scales, leading):
         same_bits(found, expected.astype(np.float32).astype(dtype))
 
 
+def test_ac_28_weights_under_every_exponent():
+    """Every E8M0 byte as the scale of 448, 1 and 2^-9; subnormal results may be flushed, nothing else may differ."""
+    values = np.array([448, 1, -(2.0**-9)], np.float32)
+    weight = jnp.asarray(np.tile(values, (256, 1)), jnp.float8_e4m3fn)
+    found = np.asarray(quantize.dequantize_weight(weight, jnp.arange(256, dtype=jnp.uint8)[:, None], (1, 3), jnp.float32))
+    assert np.isnan(found[255]).all()
+    with np.errstate(over="ignore"):
+        expected = (values * np.exp2(np.arange(255.0)[:, None] - 127)).astype(np.float32)
+    normal = np.abs(expected) >= 2.0**-126
+    np.testing.assert_array_equal(found[:255][normal], expected[normal])
+    assert normal[0, 0] and not normal[0, 1]
+    np.testing.assert_allclose(found[:255][~normal], 0, rtol=0, atol=2.0**-126)
+
+
 def test_dequantize_weight_fp4():
     rng = np.random.default_rng(3)
     weight = rng.integers(0, 256, (2, 6, 48)).astype(np.uint8)

@@ -106,7 +106,8 @@ def dequantize_weight(weight: Shaped[Array, "*s out stored"], scale: Shaped[Arra
     FP8: weight float8_e4m3fn [..., out, in], scale [..., ceil(out / bo), ceil(in / bi)] for `block` = (bo, bi) or
     one number for square tiles; the last tiles may be partial. FP4: weight uint8 [..., out, in / 2], two values a
     byte, scale [..., out, in / 32]; `block` is not used. Scales are uint8 E8M0 exponents or float32 factors. The
-    product is taken in float32 (exact for powers of two) and rounded once to `dtype`.
+    product is taken in float32 and rounded once to `dtype`. For powers of two it is exact, except that a device which
+    flushes subnormal numbers makes a result below 2^-126 zero.
     """
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
         raise ValueError(f"dtype={jnp.dtype(dtype)}: a weight dequantises to float32 or bfloat16.")

@@ -189,11 +189,24 @@ def fake_quantize(x, kind):
     return dequantize_fp4(*quantize(x, int(group)), x.dtype)
 
 
+def _halves(exponents):
+    """Two float32 powers of two, both normal numbers, whose product is 2^(exponents - 127). NaN for 255."""
+    whole = exponents.astype(jnp.int32) - 127
+    first = whole >> 1
+    powers = (_float(((half + 127) << 23).astype(jnp.uint32)) for half in (first, whole - first))
+    return tuple(jnp.where(exponents == 255, jnp.float32(jnp.nan), power) for power in powers)
+
+
 @_compiled("block", "dtype")
 def dequantize_weight(weight, scale, block, dtype):
     if weight.dtype == jnp.uint8:
-        return dequantize_fp4(weight, scale, dtype)
-    out, width = weight.shape[-2:]
-    rows, columns = block
-    spread = jnp.repeat(jnp.repeat(scale, rows, axis=-2)[..., :out, :], columns, axis=-1)[..., :width]
-    return blocks.cast(_scaled(weight.astype(jnp.float32), spread), dtype)
+        values, (rows, columns) = unpack_fp4(weight), (1, 32)
+    else:
+        values, (rows, columns) = weight.astype(jnp.float32), block
+    out, width = values.shape[-2:]
+    # One multiplication by each half costs far less than _times_e8m0. Only results that are subnormal may differ, on a
+    # device that flushes them, and there the product that the weight goes into would flush them too.
+    for factor in _halves(scale) if scale.dtype == jnp.uint8 else (scale,):
+        spread = jnp.repeat(jnp.repeat(factor, rows, axis=-2)[..., :out, :], columns, axis=-1)[..., :width]
+        values = values * spread
+    return blocks.cast(values, dtype)
