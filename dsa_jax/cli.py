@@ -1,4 +1,4 @@
-"""The command line: demo, generate, inspect, numerics."""
+"""The command line: demo, generate, inspect, numerics; compile-report and bench for the kernels."""
 
 import argparse
 import json
@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for chatty in ("jax", "absl"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging.getLogger("jax").propagate = False  # it has a handler of its own
+    logging.getLogger("jax._src.xla_bridge").addFilter(_without_traceback)
     try:
         if hasattr(arguments, "checkpoint"):
             arguments.checkpoint = checkpoint_folder(arguments.checkpoint)
@@ -29,6 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED
     except KeyboardInterrupt:
         return 130
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """A GPU plugin that is installed where it cannot start is worth a line, not a traceback: jax goes on without it."""
+    if record.exc_info and "plugin configuration error" in str(record.msg):
+        record.msg = f"A GPU plugin of jax is installed but cannot start here: {record.exc_info[1]}"
+        record.args = record.exc_info = None
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,6 +79,17 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument("golden", type=Path)
     numerics.add_argument("--mode", choices=("f32", "f32q", "bf16"), help="default: by the file's name")
     numerics.add_argument("--json", type=Path, help="write every tensor's verdict here")
+
+    compile_report = command("compile-report", _compile_report, "Compile every kernel for a chip, on any machine.")
+    compile_report.add_argument("--target", choices=("h200", "b200"), action="append", help="default: both; repeatable")
+    compile_report.add_argument("--operation", help="only the kernels of this operation")
+    compile_report.add_argument("--json", type=Path, help="write the report here too")
+
+    bench = command("bench", _bench, "Time an operation's kernels on the GPU at hand, at their named shapes.")
+    bench.add_argument("operation", help="such as indexer_logits or top_k")
+    bench.add_argument("--shape", action="append", help="only this shape; repeatable")
+    bench.add_argument("--json", type=Path, help="write the rows here too")
+    bench.add_argument("--plot", type=Path, help="draw times and floors into this image file")
     return parser
 
 
@@ -206,6 +227,30 @@ def _numerics(arguments: argparse.Namespace) -> int:
         result = {"golden": arguments.golden.name, "mode": mode, "ok": not failed, "tensors": [r.as_dict() for r in rows]}
         arguments.json.write_text(json.dumps(result, indent=1))
     return 1 if failed else 0
+
+
+def _compile_report(arguments: argparse.Namespace) -> int:
+    from pallas_kernels import aot
+
+    report = aot.compile_report(tuple(arguments.target or aot.TARGETS), arguments.operation)
+    print(report.text())
+    if arguments.json:
+        arguments.json.write_text(report.json())
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from pallas_kernels import bench
+
+    rows = bench.run(
+        arguments.operation, shapes=arguments.shape, report=lambda row: print(bench.table([row]).splitlines()[-1], flush=True)
+    )
+    print(bench.table(rows))
+    if arguments.json:
+        arguments.json.write_text(bench.to_json(rows))
+    if arguments.plot:
+        bench.plot(rows, str(arguments.plot))
+    return 0
 
 
 if __name__ == "__main__":
