@@ -77,7 +77,9 @@ class Plain(RecordFormat):
         checks.positive("width", self.width)
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype))
         if self.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise ValueError(f"dtype is {self.dtype}; plain rows are float32, bfloat16 or float16. FP8 rows need a scale.")
+            raise ValueError(
+                f"dtype is {self.dtype}; plain rows are float32, bfloat16 or float16. FP8 rows need a scale."
+            )
 
     @property
     def sizes(self) -> tuple[int, ...]:

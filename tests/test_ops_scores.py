@@ -439,7 +439,7 @@ def test_ac_21_wrong_ranks_and_sizes():
     arguments = dict(context_lens=n[None], block_table=int32([[0]]))
     with pytest.raises(ValueError, match="give both"):
         select(q[None], cache, w[None], 2, candidate_topk_blocks=2, **arguments)
-    with pytest.raises(ValueError, match="does not choose them"):
+    with pytest.raises(ValueError, match="do not choose them"):
         candidates = expand_candidates(jnp.zeros((1, 3, 2), jnp.int32), n[None], 8)
         select(q[None], cache, w[None], 2, candidates=candidates, candidate_topk_blocks=2, candidate_block_size=8, **arguments)
 

@@ -29,7 +29,7 @@ class Candidates:
 def expand_candidates(
     candidate_blocks: Int32[Array, "*rows C"], context_lens: Int32[Array, "*rows"], block_size: int
 ) -> Candidates:
-    """Candidate block ids as Candidates: those below 0 or at and beyond the visible length are dropped, the rest sorted.
+    """Candidate block ids as Candidates: sorted, without those below 0 or at and beyond the visible length.
 
     Ids of a row must differ from one another. `context_lens` are visible lengths, `block_size` positions a block.
     """
@@ -38,8 +38,8 @@ def expand_candidates(
     checks.positive("block_size", block_size)
     if candidate_blocks.shape[:-1] != context_lens.shape:
         raise ValueError(
-            f"candidate_blocks have shape {tuple(candidate_blocks.shape)} and context_lens {tuple(context_lens.shape)}; "
-            "context_lens must have the shape of candidate_blocks without their last axis."
+            f"candidate_blocks have shape {tuple(candidate_blocks.shape)} and context_lens "
+            f"{tuple(context_lens.shape)}; context_lens must have the shape of candidate_blocks without their last axis."
         )
     last = jnp.iinfo(jnp.int32).max
     reachable = (candidate_blocks >= 0) & (candidate_blocks < -(-context_lens[..., None] // block_size))
@@ -51,7 +51,7 @@ def expand_candidates(
 def candidate_positions(
     columns: Int32[Array, "*rows K"], candidates: Candidates, block_size: int
 ) -> Int32[Array, "*rows K"]:
-    """Request-local positions of columns of candidate scores; -1 for a column below 0, beyond the width, or of no block."""
+    """Request-local positions of columns of candidate scores; -1 for a column outside the width or of no block."""
     checks.integer("columns", columns)
     if block_size != candidates.block_size:
         raise ValueError(f"block_size is {block_size}, but the candidates were expanded for {candidates.block_size}.")
@@ -77,7 +77,7 @@ def candidate_logits(
     rounding: Any = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N W"]:
-    """Indexer scores of the candidate blocks, [B, N, C * block_size]; -inf where there is no block or no visible position.
+    """Indexer scores of the candidate blocks, [B, N, C * block_size]; -inf where nothing is visible.
 
     Keys, lengths, table, arithmetic and rounding as in indexer_logits.paged_indexer_logits; columns as `Candidates`
     says. A column's score equals the dense score of its position up to the order of the sums.

@@ -20,7 +20,7 @@ def indexer_logits(
     rounding: Any = None,
     implementation: str | None = None,
 ) -> Float32[Array, "T S"]:
-    """Scores of packed keys: k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]), -inf outside [row_start, row_end).
+    """Packed keys: k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]); -inf outside [row_start, row_end).
 
     q and k: float32, bf16 or FP8 values (a query's FP8 scale belongs into its weights). relu comes before the
     weights, which may be negative. Products and sums in float32. ``rounding=jnp.bfloat16`` rounds as the released

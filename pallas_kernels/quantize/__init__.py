@@ -9,6 +9,8 @@ casts do neither: float8_e4m3fn does not saturate, float8_e8m0fnu rounds a scale
 A value of infinity counts as the largest float32; a NaN makes its own group NaN.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Shaped, UInt8
 
@@ -55,7 +57,9 @@ def quantize_nvfp4(x: Float[Array, "*s n"], group: int = 16) -> tuple[UInt8[Arra
     return reference.quantize_nvfp4(x, group)
 
 
-def dequantize_fp8(values: Float[Array, "*s n"], scales: Shaped[Array, "*s g"], dtype=jnp.float32) -> Float[Array, "*s n"]:
+def dequantize_fp8(
+    values: Float[Array, "*s n"], scales: Shaped[Array, "*s g"], dtype=jnp.float32
+) -> Float[Array, "*s n"]:
     """Values times the scales of their groups, multiplied in float32 and rounded once to `dtype`.
 
     `scales` [..., g] with g dividing n: float32 factors, or uint8 E8M0 exponents.
@@ -64,7 +68,9 @@ def dequantize_fp8(values: Float[Array, "*s n"], scales: Shaped[Array, "*s g"], 
     return reference.dequantize_fp8(values, scales, dtype)
 
 
-def dequantize_fp4(packed: UInt8[Array, "*s half"], scales: Shaped[Array, "*s g"], dtype=jnp.float32) -> Float[Array, "*s n"]:
+def dequantize_fp4(
+    packed: UInt8[Array, "*s half"], scales: Shaped[Array, "*s g"], dtype=jnp.float32
+) -> Float[Array, "*s n"]:
     """Packed E2M1 values [..., n / 2] times the scales of their groups [..., g], rounded once to `dtype`.
 
     `scales`: uint8 E8M0 exponents, or float8_e4m3fn. The product itself is exact.
@@ -89,7 +95,9 @@ def fake_quantize(x: Float[Array, "*s n"], kind: str) -> Float[Array, "*s n"]:
 def e8m0_to_float32(codes: UInt8[Array, "*s"]) -> Float32[Array, "*s"]:
     """2^(b - 127) for every byte b, exact for b = 0 (a subnormal); 255 is NaN. Never reads a float as a byte."""
     if codes.dtype != jnp.uint8:
-        raise ValueError(f"codes have dtype {codes.dtype}; E8M0 exponents are uint8. A float32 scale needs no decoding.")
+        raise ValueError(
+            f"codes have dtype {codes.dtype}; E8M0 exponents are uint8. A float32 scale needs no decoding."
+        )
     return reference.e8m0_to_float32(codes)
 
 
@@ -100,7 +108,9 @@ def unpack_fp4(packed: UInt8[Array, "*s half"]) -> Float32[Array, "*s n"]:
     return reference.unpack_fp4(packed)
 
 
-def dequantize_weight(weight: Shaped[Array, "*s out stored"], scale: Shaped[Array, "*s o i"], block, dtype) -> Float[Array, "*s out in"]:
+def dequantize_weight(
+    weight: Shaped[Array, "*s out stored"], scale: Shaped[Array, "*s o i"], block: int | tuple[int, int], dtype: Any
+) -> Float[Array, "*s out in"]:
     """A stored weight as `dtype` (float32 or bfloat16).
 
     FP8: weight float8_e4m3fn [..., out, in], scale [..., ceil(out / bo), ceil(in / bi)] for `block` = (bo, bi) or
@@ -120,11 +130,13 @@ def dequantize_weight(weight: Shaped[Array, "*s out stored"], scale: Shaped[Arra
         rows, columns = tile(block)
         wanted = (*weight.shape[:-2], -(-out // rows), -(-stored // columns))
     else:
-        raise ValueError(f"weight has dtype {weight.dtype}; it must be float8_e4m3fn, or uint8 with two FP4 values a byte.")
+        raise ValueError(
+            f"weight has dtype {weight.dtype}; it must be float8_e4m3fn, or uint8 with two FP4 values a byte."
+        )
     if tuple(scale.shape) != wanted or (weight.dtype == jnp.uint8 and stored % 16):
         raise ValueError(
-            f"scale has shape {tuple(scale.shape)} for a {weight.dtype} weight of shape {tuple(weight.shape)} and block "
-            f"{block}; it must have shape {wanted}, and packed FP4 rows must be multiples of 16 bytes."
+            f"scale has shape {tuple(scale.shape)} for a {weight.dtype} weight of shape {tuple(weight.shape)} and "
+            f"block {block}; it must have shape {wanted}, and packed FP4 rows must be multiples of 16 bytes."
         )
     return reference.dequantize_weight(weight, scale, tile(block), dtype)
 

@@ -41,7 +41,7 @@ def select(
     byte_budget: int = blocks.BUDGET,
     implementation: str | None = None,
 ) -> Selection:
-    """The k best positions of every query row: indexer scores, then top_k, on as many rows at once as the budget allows.
+    """The k best positions of every query row: indexer scores, then top_k, on as many rows as the budget allows.
 
     With `candidates` only their blocks are scored. With `candidate_topk_blocks` and `candidate_block_size` the row's
     own candidate blocks are chosen from the same scores as well. `byte_budget` bounds the score arrays (at least one
@@ -54,11 +54,11 @@ def select(
     checks.positive("byte_budget", byte_budget)
     if (candidate_topk_blocks is None) != (candidate_block_size is None):
         raise ValueError(
-            f"candidate_topk_blocks={candidate_topk_blocks} and candidate_block_size={candidate_block_size}: give both, "
-            "to choose candidate blocks, or neither."
+            f"candidate_topk_blocks={candidate_topk_blocks} and candidate_block_size={candidate_block_size}: give "
+            "both, to choose candidate blocks, or neither."
         )
     if candidates is not None and candidate_topk_blocks is not None:
-        raise ValueError("candidates and candidate_topk_blocks: a row that is bound to candidates does not choose them.")
+        raise ValueError("candidates and candidate_topk_blocks: rows bound to candidates do not choose them.")
     if candidates is not None:
         checks.shape("candidates.blocks", candidates.blocks, "B N C", sizes)
 

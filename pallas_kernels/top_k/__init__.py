@@ -42,7 +42,7 @@ def candidate_blocks(
     *,
     implementation: str | None = None,
 ) -> Int32[Array, "*rows C"]:
-    """Ids of the best blocks of `block_size` positions of every row, int32 [..., min(topk_blocks, ceil(L / block_size))].
+    """Ids of every row's best blocks of `block_size` positions, int32 [..., min(topk_blocks, ceil(L / block_size))].
 
     A block's score is the highest of its visible positions (those below ``lengths``). The newest block, even a
     partial one, is always chosen and counts as one of the topk_blocks; a block with a NaN comes next, with +inf. Ties
