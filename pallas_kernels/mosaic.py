@@ -6,13 +6,18 @@ by hand cannot be simulated, so each such helper carries a twin in plain Pallas 
 
 import contextlib
 import functools
+import os
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src import config as jax_config
 from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 CORES = 132  # multiprocessors of an H200; grids aim at a multiple of it, and are right with any other number
 
@@ -21,8 +26,11 @@ CORES = 132  # multiprocessors of an H200; grids aim at a multiple of it, and ar
 def interpreter():
     """Runs Mosaic GPU kernels called inside it on the CPU in the GPU interpreter; a race is an error.
 
-    Wait for the results (`jax.block_until_ready`) before leaving: the interpreter works asynchronously.
+    Wait for the results (`jax.block_until_ready`) before leaving: the interpreter works asynchronously. Every warpgroup
+    takes a thread of XLA's CPU client, and with fewer threads than warpgroups a kernel never ends; where there are few
+    cores, set the environment variable NPROC (8 is enough) before jax first runs anything.
     """
+    os.environ.setdefault("NPROC", "16")  # in time only if nothing has run yet
     gpu_callbacks.reset_gpu_interpret_mode_state()  # what a failed run left behind would fail the next one
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
@@ -70,6 +78,119 @@ def row_tile(shape: tuple[int, ...], dtype):
 def row_tile_views(ref):
     """The two views of a `row_tile` scratch: for tensor cores, and for TMA."""
     return (ref, ref) if is_interpreted() else tuple(ref)
+
+
+def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *, size: int, scale_layout):
+    """Starts copying the 64 rows of blocks of `size` rows, 128 bytes each, into one tile, by all of a warpgroup (cp.async).
+
+    tile_ref: [64, 128 bytes] of the TMA view of a `row_tile`; rows_ref: device memory [rows, 128 bytes]. Block i of the
+    tile starts at row ``places_ref[offset + i]`` (int32 in device memory); rows before the first or behind the last are
+    taken as those. scale_ref
+    float32 [64] gets the scale of every row (None, as scales_ref: no scales). scale_layout: (rows a page, scales a page,
+    first scale of a page), of which row r has scale ``r // rows * scales + first + r % rows`` of scales_ref. The copies
+    of one call are one group of `wait_copies`.
+    """
+    scaled = scale_ref is not None
+    page_rows, page_scales, first = scale_layout
+    blocks, last = 64 // size, rows_ref.shape[0] - 1
+
+    def twin(tile_ref, rows_ref, places_ref, offset, *scales):
+        for i in range(blocks):
+            place = places_ref[offset + i]
+            for row in range(size):
+                source = jnp.clip(place + row, 0, last)
+                tile_ref[i * size + row] = rows_ref[source]
+                if scaled:
+                    at = source // page_rows * page_scales + first + source % page_rows
+                    scales[0][i * size + row] = scales[1][at]
+
+    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),)), plgpu.RefType(), plgpu.RefType())
+
+    @lane_code(arg_types=(*refs, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * scaled)), twin=twin)
+    def gather(_, tile_ref, rows_ref, places_ref, offset, *scales):
+        i32, i64, i8 = [ir.IntegerType.get_signless(n) for n in (32, 64, 8)]
+        constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
+        wide = lambda value, scale: arith.muli(  # noqa: E731
+            arith.extui(i64, value), arith.constant(i64, ir.IntegerAttr.get(i64, scale))
+        )
+        thread = arith.remui(utils.thread_idx(), constant(128))
+        offset = scalar(offset)
+        places = utils.getelementptr(global_pointer(places_ref), [offset], i32)
+
+        def place(row):
+            block = arith.divui(row, constant(size))
+            found = llvm.load(i32, utils.getelementptr(places, [block], i32))
+            source = arith.addi(found, arith.remui(row, constant(size)))
+            return arith.minsi(arith.maxsi(source, constant(0)), constant(last))
+
+        # Eight threads copy a row, 16 bytes each; the bytes land where the 128-byte swizzle wants them.
+        part, group = arith.remui(thread, constant(8)), arith.divui(thread, constant(8))
+        swizzled = arith.muli(arith.xori(part, arith.remui(group, constant(8))), constant(16))
+        to = utils.memref_ptr(tile_ref)
+        rows = [arith.addi(group, constant(16 * i)) for i in range(4)]
+        sources = [place(row) for row in rows]
+        if scaled:
+            scale_row = arith.remui(thread, constant(64))
+            source = place(scale_row)
+            page = arith.divui(source, constant(page_rows))
+            scale = arith.addi(
+                arith.muli(page, constant(page_scales)), arith.addi(constant(first), arith.remui(source, constant(page_rows)))
+            )
+        for row, source in zip(rows, sources):
+            begin = arith.addi(wide(source, 128), arith.extui(i64, arith.muli(part, constant(16))))
+            nvvm.cp_async_shared_global(
+                utils.getelementptr(to, [arith.addi(arith.muli(row, constant(128)), swizzled)], i8),
+                utils.getelementptr(global_pointer(rows_ref), [begin], i8),
+                16,
+                nvvm.LoadCacheModifierKind.CG,
+            )
+        if scaled:  # 64 of 128 threads would do; both halves write the same
+            nvvm.cp_async_shared_global(
+                utils.getelementptr(utils.memref_ptr(scales[0]), [scale_row], ir.F32Type.get()),
+                utils.getelementptr(global_pointer(scales[1]), [wide(scale, 4)], i8),
+                4,
+                nvvm.LoadCacheModifierKind.CA,
+            )
+        nvvm.cp_async_commit_group()
+
+    gather(tile_ref, rows_ref, places_ref, offset, *([scale_ref, scales_ref] if scaled else []))
+
+
+def release_reads():
+    """Orders this thread's reads of shared memory before TMA writes there. In front of the arrival that frees a slot.
+
+    `plgpu.commit_smem` without its barrier: every thread arrives for itself.
+    """
+
+    @lane_code(arg_types=(), twin=plgpu.commit_smem)
+    def release(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    release()
+
+
+def wait_copies(pending: int):
+    """Waits until at most `pending` groups of this thread's cp.async copies are under way; the others can be multiplied."""
+
+    @lane_code(arg_types=(), twin=lambda: None)
+    def wait(_):
+        nvvm.cp_async_wait_group(pending)
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+
+    wait()
+
+
+def scalar(array):
+    """Inside lane code: the value of an array argument of shape ()."""
+    (register,) = array.registers.flat
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
+    return register
+
+
+def global_pointer(ref):
+    """Inside lane code: a pointer to device memory that says so, for ld.global and st.global, not generic accesses."""
+    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
 
 
 def kernel_times(f, args, iterations: int, before=None) -> list[float]:

@@ -52,7 +52,8 @@ def relative_error(found, wanted, visible) -> float:
     return float(jnp.where(masked, error, jnp.inf))
 
 
-def _sample(count, of):
+def sample(count, of):
+    """`count` indices spread over `of`, first and last among them."""
     return np.unique(np.linspace(0, of - 1, count).astype(np.int32))
 
 
@@ -69,7 +70,7 @@ def _ragged(heads, rows, keys, compiled=False):
         return function(q, k, weights, row_start=start, row_end=end, k_scale=scale)
 
     def check(found, q, k, weights, start, end, scale):
-        at = _sample(12, rows)
+        at = sample(12, rows)
         wanted = exact_scores(q[at], k.astype(jnp.float32), weights[at]) * scale
         column = jnp.arange(keys)
         return relative_error(found[at], wanted, (column >= start[at, None]) & (column < end[at, None]))
@@ -100,7 +101,7 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False):
         return function(q, keys, weights, context_lens=lengths, block_table=table, **extra)
 
     def check(found, q, keys, weights, lengths, table, schedule):
-        at = _sample(4, batch)
+        at = sample(4, batch)
         row = jnp.arange(context, dtype=jnp.int32)
         error = 0.0
         for b in at:

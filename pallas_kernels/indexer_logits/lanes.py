@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, vector
 
 from pallas_kernels import mosaic
 
@@ -60,7 +60,7 @@ def load_bounds(start_ref, end_ref, first, limit, *, queries: int):
     def load(_, *args):
         *refs, first, limit = args
         i32 = ir.IntegerType.get_signless(32)
-        first, limit = _scalar(first), _scalar(limit)
+        first, limit = mosaic.scalar(first), mosaic.scalar(limit)
         quad = arith.remui(utils.thread_idx(), _i32(4))
         registers = []
         for group in range(groups):
@@ -68,7 +68,7 @@ def load_bounds(start_ref, end_ref, first, limit, *, queries: int):
             row = arith.addi(first, query)
             inside = arith.cmpi(arith.CmpIPredicate.slt, row, limit)
             row = arith.minsi(row, arith.subi(limit, _i32(1)))
-            found = [llvm.load(i32, utils.getelementptr(_global(ref), [row], i32)) for ref in refs]
+            found = [llvm.load(i32, utils.getelementptr(mosaic.global_pointer(ref), [row], i32)) for ref in refs]
             end = arith.select(inside, found[-1], _i32(0))
             start = found[0] if len(found) == 2 else _i32(0)
             registers.append(vector.from_elements(ir.VectorType.get((2,), i32), [start, end]))
@@ -115,32 +115,32 @@ def store_scores(
     )
     def store(_, out_ref, dots, weights, bounds, first, limit, column, *scale):
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        zero = arith.constant(f32, ir.FloatAttr.get(f32, 0.0))
+        zero = _f32(0.0)
         thread = arith.remui(utils.thread_idx(), _i32(128))
         quad = arith.remui(thread, _i32(4))
         dots = dots.registers.reshape(queries, heads // 8, 2)  # query, eight heads, upper or lower eight keys
         weights = [_elements(w) for w in weights.registers.flat]
 
-        # The sum over this lane's heads: four chains, so that one addition need not wait for the one before.
+        # The sum over this lane's heads. relu costs a max at half rate on one pipe, or x + |x| = 2 relu(x) at full rate
+        # on the other: half of each, in two chains each, so that no pipe and no chain of additions is in the way.
         sums = {}
         for j in range(queries):
             for half in range(2):
-                chains = []
+                chains = {}
                 for c in range(heads // 8):
                     for e, x in enumerate(_elements(dots[j, c, half])):
                         w = weights[j * (heads // 8) + c][e]
-                        x = arith.maximumf(_round(x) if rounding else x, zero)
+                        chain = chains.get((c % 2, e))
                         if rounding:
-                            product = _round(arith.mulf(x, w))
-                            x, w = product, None
-                        if len(chains) < 4:
-                            chains.append(x if w is None else arith.mulf(x, w))
+                            x = _round(arith.mulf(arith.maximumf(_round(x), zero), w))
+                            chains[c % 2, e] = x if chain is None else arith.addf(chain, x)
                         else:
-                            chain = chains.pop(0)
-                            chains.append(arith.addf(chain, x) if w is None else _fma(x, w, chain))
-                while len(chains) > 1:
-                    chains.append(arith.addf(chains.pop(0), chains.pop(0)))
-                sums[j, half] = chains[0]
+                            x = arith.addf(x, math.absf(x)) if e else arith.maximumf(x, zero)
+                            chains[c % 2, e] = arith.mulf(x, w) if chain is None else llvm.intr_fma(x, w, chain)
+                once, twice = [
+                    arith.addf(chains[0, e], chains[1, e]) if heads > 8 else chains[0, e] for e in range(2)
+                ]
+                sums[j, half] = arith.addf(once, twice) if rounding else llvm.intr_fma(twice, _f32(0.5), once)
 
         # Exchange across the quad. In a step two sums meet two lanes: each lane passes on the one it will not store.
         bits = [arith.cmpi(arith.CmpIPredicate.ne, arith.andi(quad, _i32(bit)), _i32(0)) for bit in (1, 2)]
@@ -159,10 +159,10 @@ def store_scores(
             sums = step
 
         # What this lane owns: queries quad, quad + 4, ... or, of few queries, also only one half of the keys.
-        first, limit, column = _scalar(first), _scalar(limit), _scalar(column)
+        first, limit, column = mosaic.scalar(first), mosaic.scalar(limit), mosaic.scalar(column)
         upper = arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4)))
         owned = bits[1] if queries == 2 else bits[0]  # the bit that says which half of the keys, for few queries
-        base = _global(out_ref)
+        base = mosaic.global_pointer(out_ref)
         scale = [_elements(s)[0] for s in scale[0].registers.flat] if scaled else None
         for (j, half), score in sums.items():
             group = j // 4
@@ -178,8 +178,7 @@ def store_scores(
             visible = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.sge, position, start), arith.cmpi(arith.CmpIPredicate.slt, position, end)
             )
-            nothing = arith.constant(f32, ir.FloatAttr.get(f32, float("-inf")))
-            score = arith.select(visible, score, nothing)
+            score = arith.select(visible, score, _f32(float("-inf")))
             inside = arith.andi(
                 arith.cmpi(arith.CmpIPredicate.slt, position, _i32(columns)),
                 arith.cmpi(arith.CmpIPredicate.slt, row, limit),
@@ -210,12 +209,12 @@ def fill(out_ref, row, begin, end):
     @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), twin=twin)
     def store(_, out_ref, row, begin, end):
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        row, begin, end = _scalar(row), _scalar(begin), _scalar(end)
+        row, begin, end = mosaic.scalar(row), mosaic.scalar(begin), mosaic.scalar(end)
         end = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, _i32(rows)), arith.minsi(end, _i32(columns)), _i32(0))
-        nothing = arith.constant(f32, ir.FloatAttr.get(f32, float("-inf")))
+        nothing = _f32(float("-inf"))
         start = arith.addi(begin, arith.remui(utils.thread_idx(), _i32(128)))
         offset = arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns)))
-        base = utils.getelementptr(_global(out_ref), [offset], f32)
+        base = utils.getelementptr(mosaic.global_pointer(out_ref), [offset], f32)
 
         @utils.fori(arith.maxsi(arith.ceildivsi(arith.subi(end, begin), _i32(128)), _i32(0)), ())
         def _(i, _carry):
@@ -236,25 +235,15 @@ def _i32(value):
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
-def _scalar(array):
-    """The value of a splat array of shape ()."""
-    (register,) = array.registers.flat
-    return _elements(register)[0] if isinstance(register.type, ir.VectorType) else register
-
-
 def _elements(register):
     """The elements of a register that holds a short vector."""
     count = ir.VectorType(register.type).shape[0]
     return [vector.extract(register, [], ir.DenseI64ArrayAttr.get([i])) for i in range(count)]
 
 
-def _global(ref):
-    """A pointer to device memory that says so, for st.global instead of generic stores."""
-    return llvm.addrspacecast(llvm.PointerType.get(address_space=1), utils.memref_ptr(ref))
-
-
-def _fma(a, b, c):
-    return llvm.intr_fma(a, b, c)
+def _f32(value):
+    f32 = ir.F32Type.get()
+    return arith.constant(f32, ir.FloatAttr.get(f32, value))
 
 
 def _round(x):

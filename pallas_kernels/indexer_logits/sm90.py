@@ -34,33 +34,39 @@ _FILLED = 8192  # columns of -inf that a warpgroup writes at a time
 class TuningConfig:
     """How the work is cut. Checks itself.
 
-    columns: (query, head) pairs of a block at most: the columns of one wgmma. math: math warpgroups. stages: tiles of 64
-    keys in the ring. runs: runs of keys that a query block's keys are cut into, times blocks, per multiprocessor.
+    columns: (query, head) pairs of one wgmma at most. groups: groups of so many columns that a tile of keys is multiplied
+    with while it is there. math: math warpgroups. stages: tiles of 64 keys in the ring. runs: thread blocks per
+    multiprocessor that the keys are cut for. unroll: wgmmas of a warpgroup that are issued ahead of each other in one
+    straight piece; the tensor cores work on the next while the last is reduced. 1 waits for each.
     """
 
     columns: int
+    groups: int
     math: int
     stages: int
     runs: int
+    unroll: int
 
     def __post_init__(self):
         if self.columns not in (64, 128, 256):
             raise ValueError(f"columns={self.columns}; the kernel takes 64, 128 or 256.")
-        if self.math not in (1, 2, 3, 4) or (self.columns == 256 and self.math > 2):
-            raise ValueError(f"math={self.math} warpgroups do not fit the registers with {self.columns} columns.")
+        if self.math not in (2, 3, 4):
+            raise ValueError(f"math={self.math}; a thread block has 2, 3 or 4 math warpgroups.")
         if self.stages < 2 or self.stages % self.math:
             raise ValueError(f"stages={self.stages}; the ring needs a multiple of math={self.math}, and at least 2.")
-        if self.runs < 1:
-            raise ValueError(f"runs={self.runs}; there must be at least one.")
+        if min(self.runs, self.groups, self.unroll) < 1:
+            raise ValueError(f"runs={self.runs}, groups={self.groups}, unroll={self.unroll}; each must be at least 1.")
 
     @property
-    def registers(self) -> int:
-        """Registers of a math thread, once the producer has given up its own."""
-        return {1: 232, 2: 232, 3: 160, 4: 112}[self.math]
+    def registers(self) -> tuple[int, int]:
+        """Registers of a producer's and of a math warpgroup's threads: the producer leaves the others what it can."""
+        entry = 65536 // (128 * (self.math + 1)) // 8 * 8
+        producer = 24 if self.math > 2 else 40
+        return producer, min((entry * (self.math + 1) - producer) // self.math // 8 * 8, 232)
 
 
-RAGGED = TuningConfig(columns=256, math=2, stages=6, runs=4)
-PAGED = TuningConfig(columns=256, math=2, stages=10, runs=1)
+RAGGED = TuningConfig(columns=128, groups=1, math=4, stages=8, runs=4, unroll=1)
+PAGED = TuningConfig(columns=128, groups=1, math=4, stages=12, runs=1, unroll=1)
 
 
 @jax.tree_util.register_dataclass
@@ -79,7 +85,7 @@ class Schedule:
 def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=None, config=RAGGED):
     """See `pallas_kernels.indexer_logits.indexer_logits`. FP8 queries and keys of width 128; float32 accumulation."""
     rows, heads, width = q.shape
-    _require(heads, width, q.dtype)
+    require(heads, width, q.dtype)
     if k.dtype != FP8:
         raise NotImplementedError(f"the sm90 kernel takes float8_e4m3fn keys, not {k.dtype}.")
     if 0 in (rows, k.shape[0]):
@@ -95,14 +101,8 @@ def paged_indexer_logits(
     schedule: of `make_schedule` for the same context_lens; None makes it here.
     """
     batch, rows, heads, width = q.shape
-    _require(heads, width, q.dtype)
-    if not isinstance(keys.format, IndexFP8):
-        raise NotImplementedError(f"the sm90 kernel reads IndexFP8 keys, not {keys.format}.")
-    if keys.page_size not in PAGE_SIZES or keys.pages.shape[1] % 128:
-        raise NotImplementedError(
-            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of 128 "
-            f"bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
-        )
+    require(heads, width, q.dtype)
+    require_pages(keys)
     if 0 in (batch, rows, block_table.shape[1]):
         return jnp.full((batch, rows, block_table.shape[1] * keys.page_size), -jnp.inf, jnp.float32)
     if schedule is None:
@@ -145,9 +145,9 @@ def make_schedule(context_lens: Int32[Array, "B N"], heads: int, config: TuningC
 def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
     rows, heads, _ = q.shape
     total = k.shape[0]
-    queries = config.columns // heads if heads <= config.columns else 1
-    columns = queries * heads
-    blocks = -(-rows // queries)
+    queries = min(config.columns // heads, 8)  # more would not fit the registers
+    columns, scored = queries * heads, queries * config.groups
+    blocks = -(-rows // scored)
     tiles = -(-total // lanes.KEYS)
     splits = max(1, min(tiles, mosaic.CORES * config.runs // blocks))
     # The interpreter knows no predicated stores: its tiles must lie within the output.
@@ -160,9 +160,9 @@ def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
         k_s, k_rows_s = mosaic.row_tile_views(k_s)
         wg = lax.axis_index("wg")
         split = lax.axis_index("split")
-        first = (blocks - 1 - lax.axis_index("block")) * queries  # the longest rows of a causal call first
+        first = (blocks - 1 - lax.axis_index("block")) * scored  # the longest rows of a causal call first
         low, high = jnp.int32(total), jnp.int32(0)
-        for j in range(queries):
+        for j in range(scored):
             row = jnp.minimum(first + j, rows - 1)
             start, end = jnp.maximum(start_ref[row], 0), jnp.minimum(end_ref[row], total)
             low = jnp.where(start < end, jnp.minimum(low, start), low)
@@ -179,27 +179,32 @@ def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
                 plgpu.copy_gmem_to_smem(scale_ref.at[keys], scale_s.at[slot], full.at[slot])
 
         def produce():
-            plgpu.set_max_registers(24, action="decrease")
-            plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(first * heads, columns)], q_s, ready)
-            plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(first * heads, columns)], w_s, ready)
-            loaded = _load_tiles(load, begin, stop, 0, empty, config)
-            _drain(loaded, empty, config)
+            plgpu.set_max_registers(config.registers[0], action="decrease")
+            for g in range(config.groups):
+                column = pl.ds((first + g * queries) * heads, columns)
+                plgpu.copy_gmem_to_smem(q_ref.at[column], q_s.at[g], ready)
+                plgpu.copy_gmem_to_smem(w_ref.at[column], w_s.at[g], ready)
+            loaded = load_tiles(load, begin, stop, 0, empty, config)
+            drain(loaded, empty, config)
 
         def math():
-            plgpu.set_max_registers(config.registers, action="increase")
-            bounds = lanes.load_bounds(start_ref, end_ref, first, jnp.int32(rows), queries=queries)
+            plgpu.set_max_registers(config.registers[1], action="increase")
+            limit = jnp.int32(rows)
+            firsts = [first + g * queries for g in range(config.groups)]
+            bounds = [lanes.load_bounds(start_ref, end_ref, at, limit, queries=queries) for at in firsts]
             plgpu.barrier_wait(ready)
-            w = plgpu.load(w_s, layout=lanes.PER_COLUMN)
+            w = [plgpu.load(w_s.at[g], layout=lanes.PER_COLUMN) for g in range(config.groups)]
 
-            def finish(dots, scale, tile):
+            def finish(g, dots, scale, tile):
                 lanes.store_scores(
-                    out_ref, dots, w, scale, bounds, first, jnp.int32(rows), tile * lanes.KEYS,
+                    out_ref, dots, w[g], scale, bounds[g], firsts[g], limit, tile * lanes.KEYS,
                     queries=queries, heads=heads, rounding=rounding,
                 )  # fmt: skip
 
-            _score_tiles(finish, q_s, k_s, scale_s if scaled else None, full, empty, wg, begin, stop, 0, config)
+            ring = (k_s, scale_s if scaled else None, full, empty)
+            score_tiles(finish, q_s, ring, wg, begin, stop, 0, config)
             share, shares = split * config.math + wg, splits * config.math
-            for j in range(queries):
+            for j in range(scored):
                 _fill_share(out_ref, first + j, 0, low * lanes.KEYS, share, shares)
                 _fill_share(out_ref, first + j, (low + count) * lanes.KEYS, total, share, shares)
 
@@ -213,10 +218,10 @@ def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
         num_threads=config.math + 1,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((columns, WIDTH), FP8, transforms=_FP8_TILE),
-            plgpu.SMEM((columns,), jnp.float32),
+            plgpu.SMEM((config.groups, columns, WIDTH), FP8, transforms=_FP8_TILE),
+            plgpu.SMEM((config.groups, columns), jnp.float32),
             *_ring(1 + scaled, config),
-            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2 * config.groups),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
@@ -266,7 +271,7 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                 )
 
         def produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(config.registers[0], action="decrease")
 
             def segment(i, loaded):
                 request, block, low, high, at = place(i)
@@ -278,19 +283,19 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                 column = pl.ds(block * columns, columns)
                 plgpu.copy_gmem_to_smem(q_ref.at[request, column], q_s.at[at], ready.at[at])
                 plgpu.copy_gmem_to_smem(w_ref.at[request, column], w_s.at[at], ready.at[at])
-                return _load_tiles(functools.partial(load, request), low, high, loaded, empty, config)
+                return load_tiles(functools.partial(load, request), low, high, loaded, empty, config)
 
             loaded = lax.fori_loop(begin, stop, segment, jnp.int32(0))
-            _drain(loaded, empty, config)
+            drain(loaded, empty, config)
 
-            def drain(i, _):
+            def see_used(i, _):
                 plgpu.barrier_wait(used.at[lax.rem(i - begin, 2)])
 
-            lax.fori_loop(jnp.maximum(begin, stop - 2), stop, drain, None)
+            lax.fori_loop(jnp.maximum(begin, stop - 2), stop, see_used, None)
 
         def math():
-            plgpu.set_max_registers(config.registers, action="increase")
-            _fill_unseen(out_ref, length_ref, rows, queries, thread * config.math + wg, threads * config.math)
+            plgpu.set_max_registers(config.registers[1], action="increase")
+            fill_unseen(out_ref, length_ref, rows, queries, thread * config.math + wg, threads * config.math)
 
             def segment(i, scored):
                 request, block, low, high, at = place(i)
@@ -299,14 +304,16 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                 bounds = lanes.load_bounds(None, length_ref, first, limit, queries=queries)
                 plgpu.barrier_wait(ready.at[at])
                 w = plgpu.load(w_s.at[at], layout=lanes.PER_COLUMN)
+                mosaic.release_reads()
 
-                def finish(dots, scale, tile):
+                def finish(_, dots, scale, tile):
                     lanes.store_scores(
                         out_ref, dots, w, scale, bounds, first, limit, tile * lanes.KEYS,
                         queries=queries, heads=heads, rounding=rounding,
                     )  # fmt: skip
 
-                _score_tiles(finish, q_s.at[at], k_s, scale_s, full, empty, wg, low, high, scored, config)
+                ring = (k_s, scale_s, full, empty)
+                score_tiles(finish, q_s.at[pl.ds(at, 1)], ring, wg, low, high, scored, config)
                 plgpu.barrier_arrive(used.at[at])
                 return scored + high - low
 
@@ -321,22 +328,32 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
         grid_names=("thread",),
         num_threads=config.math + 1,
         thread_name="wg",
-        scratch_types=[
-            plgpu.SMEM((2, columns, WIDTH), FP8, transforms=_FP8_TILE),
-            plgpu.SMEM((2, columns), jnp.float32),
-            *_ring(2 * pieces, config),
-            plgpu.Barrier(num_arrivals=2, num_barriers=2),
-            plgpu.Barrier(num_arrivals=config.math, num_barriers=2),
-        ],
+        scratch_types=paged_scratch(columns, 2 * pieces, config),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
         q.reshape(batch, rows * heads, WIDTH),
-        lax.bitcast_convert_type(keys.pages, FP8).reshape(-1, WIDTH),
-        lax.bitcast_convert_type(keys.pages.reshape(pages, -1, 4), jnp.float32),
+        *page_views(keys),
         weights.astype(jnp.float32).reshape(batch, rows * heads),
         context_lens.reshape(-1), block_table, schedule.segments, schedule.first,
     )  # fmt: skip
     return scores[:, :total].reshape(batch, rows, total)
+
+
+def page_views(keys):
+    """Pages of IndexFP8 as FP8 rows of 128 bytes (the rows of scales among them) and as float32 [pages, stride / 4]."""
+    values = lax.bitcast_convert_type(keys.pages, FP8).reshape(-1, WIDTH)
+    return values, lax.bitcast_convert_type(keys.pages.reshape(keys.pages.shape[0], -1, 4), jnp.float32)
+
+
+def paged_scratch(columns, copies, config):
+    """Queries and weights of two segments, the ring, and barriers that say a segment's queries are ready or used."""
+    return [
+        plgpu.SMEM((2, columns, WIDTH), FP8, transforms=_FP8_TILE),
+        plgpu.SMEM((2, columns), jnp.float32),
+        *_ring(copies, config),
+        plgpu.Barrier(num_arrivals=2, num_barriers=2),
+        plgpu.Barrier(num_arrivals=config.math, num_barriers=2),
+    ]
 
 
 def _ring(copies, config):
@@ -349,8 +366,8 @@ def _ring(copies, config):
     ]
 
 
-def _load_tiles(load, begin, stop, loaded, empty, config):
-    """Loads the tiles [begin, stop) into the ring, after `loaded` others. Returns how many were loaded by then."""
+def load_tiles(load, begin, stop, loaded, empty, config, after=lambda loaded: None):
+    """Loads the tiles [begin, stop) into the ring, after `loaded` others; `after` hears how many were. Returns that."""
 
     def step(tile, loaded):
         slot = lax.rem(loaded, config.stages)
@@ -360,12 +377,13 @@ def _load_tiles(load, begin, stop, loaded, empty, config):
             plgpu.barrier_wait(empty.at[slot])
 
         load(tile, slot)
+        after(loaded + 1)
         return loaded + 1
 
     return lax.fori_loop(begin, stop, step, jnp.int32(loaded))
 
 
-def _drain(loaded, empty, config):
+def drain(loaded, empty, config):
     """Waits until the last tiles were used, so that no arrival is left unseen."""
 
     def step(i, _):
@@ -374,25 +392,58 @@ def _drain(loaded, empty, config):
     lax.fori_loop(jnp.maximum(loaded - config.stages, 0), loaded, step, None)
 
 
-def _score_tiles(finish, q_s, k_s, scale_s, full, empty, wg, begin, stop, scored, config):
+def score_tiles(finish, q_s, ring, wg, begin, stop, scored, config):
     """Warpgroup `wg`'s tiles of [begin, stop), `scored` tiles having gone before: keys x columns, then `finish`."""
+    k_s, scale_s, full, empty = ring
+    groups, columns = q_s.shape[:2]
     skipped = lax.rem(wg + config.math - lax.rem(jnp.int32(scored), config.math), config.math)
+    count = (stop - begin - skipped + config.math - 1) // config.math
+    ahead = max(1, config.unroll // groups)
 
-    def step(i, _):
-        tile = begin + skipped + i * config.math
-        slot = lax.rem(scored + tile - begin, config.stages)
-        plgpu.barrier_wait(full.at[slot])
+    def piece(first, tiles):
+        """`tiles` tiles of this warpgroup, from its `first` one on."""
+        steps = [(u, g) for u in range(tiles) for g in range(groups)]
+        at = [begin + skipped + (first + u) * config.math for u in range(tiles)]
+        slot = [lax.rem(scored + tile - begin, config.stages) for tile in at]
 
-        def product(acc):
-            plgpu.wgmma(acc, k_s.at[slot], q_s.T)
-            return acc[...]
+        scales = {}
 
-        dots = pl.run_scoped(product, plgpu.ACC((lanes.KEYS, q_s.shape[0]), jnp.float32))
-        scale = None if scale_s is None else plgpu.load(scale_s.at[slot], layout=lanes.PER_KEY)
-        plgpu.barrier_arrive(empty.at[slot])
-        finish(dots, scale, tile)
+        def reduce(n, acc, following):
+            u, g = steps[n]
+            dots = plgpu.wgmma_accumulator_load(acc, wait_n=following)
+            if g == 0 and scale_s is not None:
+                scales[u] = plgpu.load(scale_s.at[slot[u]], layout=lanes.PER_KEY)
+                mosaic.release_reads()
+            if g == groups - 1:
+                plgpu.barrier_arrive(empty.at[slot[u]])
+            finish(g, dots, scales.get(u), at[u])
 
-    lax.fori_loop(0, (stop - begin - skipped + config.math - 1) // config.math, step, None)
+        def run(n, before):
+            u, g = steps[n]
+            if g == 0:
+                plgpu.barrier_wait(full.at[slot[u]])
+
+            # The accumulator is made here, right in front of its wgmma: earlier it would cost registers, and anything in
+            # between would cost the instructions that set it to zero.
+            def scope(acc):
+                plgpu.wgmma(acc, k_s.at[slot[u]], q_s.at[g].T)
+                if before is not None:
+                    reduce(n - 1, before, 1)
+                if n + 1 < len(steps) and config.unroll > 1:
+                    run(n + 1, acc)
+                else:
+                    reduce(n, acc, 0)
+                    if n + 1 < len(steps):
+                        run(n + 1, None)
+
+            pl.run_scoped(scope, plgpu.ACC((lanes.KEYS, columns), jnp.float32))
+
+        run(0, None)
+
+    whole = count // ahead
+    lax.fori_loop(0, whole, lambda i, _: piece(i * ahead, ahead), None)
+    if ahead > 1:
+        lax.fori_loop(whole * ahead, count, lambda i, _: piece(i, 1), None)
 
 
 def _fill_share(out_ref, row, begin, end, share, shares):
@@ -402,7 +453,7 @@ def _fill_share(out_ref, row, begin, end, share, shares):
     lanes.fill(out_ref, row, start, jnp.minimum(start + width, end))
 
 
-def _fill_unseen(out_ref, length_ref, rows, queries, share, shares):
+def fill_unseen(out_ref, length_ref, rows, queries, share, shares):
     """-inf to the columns that no tile of a row's query block covers; pieces go round among `shares`."""
     total = out_ref.shape[1]
     pieces = -(-total // _FILLED)
@@ -422,10 +473,22 @@ def _fill_unseen(out_ref, length_ref, rows, queries, share, shares):
     lax.fori_loop(0, (count - share + shares - 1) // shares, step, None)
 
 
-def _require(heads, width, dtype):
+def require(heads, width, dtype):
+    """Raises NotImplementedError unless queries of this kind are carried."""
     if heads not in HEADS or width != WIDTH:
         raise NotImplementedError(
             f"the sm90 kernel takes {', '.join(map(str, HEADS))} heads of width {WIDTH}, and q has {heads} of {width}."
         )
     if dtype != FP8:
         raise NotImplementedError(f"the sm90 kernel takes float8_e4m3fn queries, not {dtype}.")
+
+
+def require_pages(keys):
+    """Raises NotImplementedError unless `keys` are pages that the kernels read."""
+    if not isinstance(keys.format, IndexFP8):
+        raise NotImplementedError(f"the sm90 kernel reads IndexFP8 keys, not {keys.format}.")
+    if keys.page_size not in PAGE_SIZES or keys.pages.shape[1] % 128:
+        raise NotImplementedError(
+            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of 128 "
+            f"bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
+        )
