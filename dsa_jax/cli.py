@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--tokens", help="token ids, separated by commas, taken as they are")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     _mode(generate)
+    _implementation(generate)
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     generate.add_argument("--top-p", type=float, default=1.0)
     generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument("checkpoint", help="folder, or hub repository owner/name")
     numerics.add_argument("golden", type=Path)
     numerics.add_argument("--mode", choices=("f32", "f32q", "bf16"), help="default: by the file's name")
+    _implementation(numerics)
     numerics.add_argument("--json", type=Path, help="write every tensor's verdict here")
 
     compile_report = command("compile-report", _compile_report, "Compile every kernel for a chip, on any machine.")
@@ -97,8 +99,15 @@ def _mode(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mode", choices=("f32", "f32q", "bf16"), default="bf16", help="numerics mode (default: bf16)")
 
 
+def _implementation(parser: argparse.ArgumentParser) -> None:
+    names = ("reference", "sm90", "sm100")
+    parser.add_argument("--implementation", choices=names, help="of every operation (default: the GPU's kernels where they carry a call)")
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     from dsa_jax.demo import write_demo_checkpoint
+    from dsa_jax.loading import load_model
+    from dsa_jax.sampling import Sampling
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.directory or Path(scratch) / "demo-checkpoint"
@@ -107,10 +116,14 @@ def _demo(arguments: argparse.Namespace) -> int:
         _print_report(directory, context=4096, batch=1)
         prompt = "The index finds what attention reads."
         print(f"\nPrompt: {prompt!r}. The weights are random, so what follows is noise, but the same noise every time.\n")
-        return _write_tokens(directory, "bf16", _encode(directory, prompt), arguments.max_new_tokens, {})
+        lm = load_model(directory)
+        return _write_tokens(lm, directory, _encode(directory, prompt), arguments.max_new_tokens, Sampling.of(1))
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    from dsa_jax.loading import load_model
+    from dsa_jax.sampling import Sampling
+
     if arguments.tokens is None:
         tokens = _encode(arguments.checkpoint, arguments.prompt)
     else:
@@ -118,23 +131,18 @@ def _generate(arguments: argparse.Namespace) -> int:
             tokens = [int(t) for t in arguments.tokens.split(",")]
         except ValueError:
             raise ValueError(f"--tokens {arguments.tokens!r} is not a list of token ids such as 0,5,17.") from None
-    sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    sampling = Sampling.of(1, **{name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")})
     options = {"stop_ids": arguments.stop, "every": arguments.every}
-    return _write_tokens(arguments.checkpoint, arguments.mode, tokens, arguments.max_new_tokens, options, sampling)
+    lm = load_model(arguments.checkpoint, arguments.mode, implementation=arguments.implementation)
+    return _write_tokens(lm, arguments.checkpoint, tokens, arguments.max_new_tokens, sampling, **options)
 
 
-def _write_tokens(
-    directory: Path, mode: str, tokens: list[int], max_new_tokens: int, options: dict, sampling: dict | None = None
-) -> int:
+def _write_tokens(lm, directory: Path, tokens: list[int], max_new_tokens: int, sampling, **options) -> int:
     from dsa_jax.decode import stream
-    from dsa_jax.loading import load_model
-    from dsa_jax.sampling import Sampling
 
-    settings = Sampling.of(1, **(sampling or {}))
-    lm = load_model(directory, mode)
     text = _TextStream(directory)
     started, first, count = time.perf_counter(), None, 0
-    for (new,) in stream(lm, [tokens], max_new_tokens, sampling=settings, **options):
+    for (new,) in stream(lm, [tokens], max_new_tokens, sampling=sampling, **options):
         print(text.add(new), end="", flush=True)
         count += len(new)
         if first is None:
@@ -210,7 +218,7 @@ def _numerics(arguments: argparse.Namespace) -> int:
 
     cases = golden.read_cases(arguments.golden)
     mode = arguments.mode or golden.mode_of_file(arguments.golden)
-    lm = load_model(arguments.checkpoint, mode)
+    lm = load_model(arguments.checkpoint, mode, implementation=arguments.implementation)
     rows = []
     for case in cases:
         with tqdm(total=len(case.fed), desc=case.prefix.rstrip(".") or "compare", unit="step") as bar:

@@ -10,6 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from dsa_jax import ops
 from dsa_jax.cache import Cache, new_cache
 from dsa_jax.cache.state import capacity
 from dsa_jax.layers.draft import Draft
@@ -45,7 +46,8 @@ class LanguageModel:
     `traces` counts how often each function was traced, which is how often it was compiled.
     """
 
-    def __init__(self, model: DeepseekV41, numerics: Numerics):
+    def __init__(self, model: DeepseekV41, numerics: Numerics, implementation: str | None = None):
+        """`implementation` names that of every operation; None takes the GPU's kernels where they carry a call."""
         self.config, self.numerics, self.plan = model.config, numerics, model.plan
         self.traces: dict[str, int] = {}
         graphdef, state = nnx.split(model)
@@ -91,10 +93,17 @@ class LanguageModel:
             self._traced("draft")
             return merged(leaves).draft(cache, tokens, self.numerics)
 
-        self._forward = jax.jit(forward, donate_argnums=1)
-        self._prefill = jax.jit(prefill, donate_argnums=(1, 2))
-        self._decode = jax.jit(decode, donate_argnums=(1, 2, 3), static_argnames="steps")
-        self._draft = jax.jit(draft)
+        def compiled(function, **options):
+            def traced(*arguments, **static):
+                with ops.preferred(implementation):
+                    return function(*arguments, **static)
+
+            return jax.jit(traced, **options)
+
+        self._forward = compiled(forward, donate_argnums=1)
+        self._prefill = compiled(prefill, donate_argnums=(1, 2))
+        self._decode = compiled(decode, donate_argnums=(1, 2, 3), static_argnames="steps")
+        self._draft = compiled(draft)
 
     def _traced(self, name: str) -> None:
         self.traces[name] = self.traces.get(name, 0) + 1

@@ -23,9 +23,12 @@ def abstract_parameters(config: V41Config) -> dict[str, jax.ShapeDtypeStruct]:
     return dict(zip(parameter_names(params), jax.tree.leaves(params), strict=True))
 
 
-def load_model(directory: str | Path, mode: str = "bf16", *, progress: bool = True) -> LanguageModel:
+def load_model(
+    directory: str | Path, mode: str = "bf16", *, implementation: str | None = None, progress: bool = True
+) -> LanguageModel:
     """Reads the checkpoint in `directory` (official format) for the numerics mode `mode` ("f32", "f32q", "bf16").
 
+    `implementation` names that of every operation ("reference"); None takes the GPU's kernels where they carry a call.
     Weights stay as stored: FP8 and packed FP4 with their scales. All problems of config, tokenizer and tensors raise a
     ValueError before any allocation.
     """
@@ -41,4 +44,4 @@ def load_model(directory: str | Path, mode: str = "bf16", *, progress: bool = Tr
     params = jax.tree.unflatten(jax.tree.structure(params), [arrays[name] for name in names])
     model = nnx.merge(graphdef, params, rest)
     model.token_map.set_value(jnp.asarray(token_map.ids))
-    return LanguageModel(model, wanted)
+    return LanguageModel(model, wanted, implementation)

@@ -7,6 +7,7 @@ from pallas_kernels.candidate_logits import (
     expand_candidates,
     ragged_candidate_logits,
 )
+from pallas_kernels.dispatch import preferred
 from pallas_kernels.indexer_logits import indexer_logits, paged_indexer_logits
 from pallas_kernels.indexing import gather_paged, gather_rows, scatter_paged, scatter_rows
 from pallas_kernels.quantize import (

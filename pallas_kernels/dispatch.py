@@ -5,10 +5,13 @@ Every operation is a folder with a public function in ``__init__.py`` and one mo
 raises NotImplementedError, does not carry the call.
 
 ``implementation`` names one: "reference", "sm90", "sm100", or "interpret_sm90" / "interpret_sm100" (that kernel in
-the GPU interpreter, on any machine). A named implementation never falls back. None takes the kernel of the GPU at
-hand, and falls back to the reference with one log line per operation and reason.
+the GPU interpreter, on any machine). A named implementation never falls back. None takes the one named by the
+innermost `preferred`, else the kernel of the GPU at hand, which falls back to the reference with one log line per
+operation and reason.
 """
 
+import contextlib
+import contextvars
 import functools
 import importlib
 import importlib.util
@@ -21,6 +24,25 @@ from pallas_kernels import platform
 IMPLEMENTATIONS = ("reference", "sm90", "sm100", "interpret_sm90", "interpret_sm100")
 
 log = logging.getLogger("pallas_kernels")
+_preferred: contextvars.ContextVar[str | None] = contextvars.ContextVar("implementation", default=None)
+
+
+@contextlib.contextmanager
+def preferred(implementation: str | None):
+    """Names the implementation of every call inside it (traced inside it, under jit) that names none itself."""
+    _check_name("any operation", implementation)
+    token = _preferred.set(implementation)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+def _check_name(operation: str, implementation: str | None) -> None:
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation={implementation!r} of {operation} is not known. Allowed: None, {', '.join(IMPLEMENTATIONS)}."
+        )
 
 
 def call(package: str, function: str, implementation: str | None, *args, **kwargs):
@@ -29,6 +51,7 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
     Raises ValueError for an unknown name and NotImplementedError when a named implementation does not carry the call.
     """
     operation = package.rpartition(".")[2]
+    implementation = _preferred.get() if implementation is None else implementation
     if implementation is None:
         name = platform.kernel_name()
         if name is not None:
@@ -37,10 +60,7 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
             except NotImplementedError as reason:
                 _say_once(f"{operation}.{function}: the reference runs instead of {name}: {reason}")
         return _load(package, "reference", function)(*args, **kwargs)
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation={implementation!r} of {operation} is not known. Allowed: None, {', '.join(IMPLEMENTATIONS)}."
-        )
+    _check_name(operation, implementation)
     if implementation.startswith("interpret_"):
         with platform.interpreted():
             result = _load(package, implementation.removeprefix("interpret_"), function)(*args, **kwargs)

@@ -85,6 +85,7 @@ def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys)
         (["--tokens", "1,x"], "is not a list of token ids"),
         (["--tokens", "5,999"], "outside the vocabulary of 384 tokens"),
         (["--tokens", "5", "--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--tokens", "7", "--implementation", "sm90"], "needs a GPU of that family"),
         (["--tokens", "5", "--max-new-tokens", "0"], "max_new_tokens=0"),
         (["--tokens", "7,5"], "token id 5 has none"),
         (["--tokens", "7", "--max-new-tokens", "70000"], "longer than the 65536 positions"),
