@@ -172,7 +172,7 @@ def test_a_batch_of_different_lengths_equals_each_alone():
     prompts = [prompt(n, seed=n) for n in (1, 9, 23, 40)]
     together, cache = lm.prefill(lm.new_cache(4, 128), prompts, chunk=16)
     for b, tokens in enumerate(prompts):
-        alone, _ = lm.prefill(lm.new_cache(1, 128), [tokens])
+        alone, _ = lm.prefill(lm.new_cache(1, 128), [tokens], chunk=16)
         assert np.abs(np.asarray(together)[b] - np.asarray(alone)[0]).max() <= tolerances.of("model.arrival.f32")
     assert list(np.asarray(cache.length)) == [1, 9, 23, 40]
 

@@ -1,0 +1,101 @@
+"""On a GPU with kernels: a model of the released widths gives with kernels what it gives with the references."""
+
+import dataclasses
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import tiny_config
+
+from dsa_jax.decode import LanguageModel, parameter_names
+from dsa_jax.models.deepseek_v41 import DeepseekV41
+from dsa_jax.numerics import BF16
+from dsa_jax.tolerances import TOLERANCES
+from pallas_kernels import platform
+
+pytestmark = pytest.mark.skipif(
+    platform.kernel_name() is None, reason="needs an NVIDIA GPU that the kernels know; here only the references run"
+)
+
+ROWS, CHUNKS = 512, 6
+
+
+def released_widths():
+    """Six layers of V4.1-Flash's widths with few experts and a small vocabulary; 128 candidate blocks, so that the
+    filter bites in a short context."""
+    return tiny_config(
+        vocab_size=4096, hidden_size=5120, num_attention_heads=64, head_dim=512, qk_rope_head_dim=64, q_lora_rank=1280,
+        o_lora_rank=1024, o_groups=8, n_routed_experts=8, num_experts_per_tok=6, moe_intermediate_size=2304,
+        swiglu_limit=10.0, sliding_window=128, index_n_heads=32, index_head_dim=128, index_topk=512,
+        candidate_topk_blocks=128, candidate_block_size=8, num_nextn_predict_layers=0, dspark_target_layer_ids=(),
+        compress_ratios=(0, 2, 2, 1, 1, 1), image_token_id=4095,
+    )  # fmt: skip
+
+
+def random_model(config, implementation):
+    """Weights made on the device, the same for every implementation; activations stay near 1."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: DeepseekV41(config)))
+    leaves, structure = jax.tree.flatten(state)
+
+    def leaf(name, like):
+        key, kind = jax.random.key(zlib.crc32(name.encode())), name.rpartition(".")[2]
+        if name == "token_map":
+            return jnp.arange(like.shape[0], dtype=jnp.int32) % 48
+        if kind == "scale":
+            gain = (like.shape[-1] * 32) ** 0.5 * (2.9 if ".experts." in name else 1)
+            return jnp.full(like.shape, 127 - round(np.log2(gain)), jnp.uint8)
+        if like.dtype == jnp.uint8:
+            return jax.random.bits(key, like.shape, jnp.uint8)
+        if "norm" in name or kind in ("q_weight", "k_weight"):
+            return jnp.ones(like.shape, like.dtype)
+        if kind.endswith("_scale"):
+            return jnp.full(like.shape, 0.5, like.dtype)
+        near_one = like.dtype == jnp.float8_e4m3fn or len(like.shape) == 1 or name == "embed.weight"
+        return (jax.random.normal(key, like.shape) * (1 if near_one else like.shape[-1] ** -0.5)).astype(like.dtype)
+
+    arrays = [leaf(*pair) for pair in zip(parameter_names(state), leaves, strict=True)]
+    return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), BF16, implementation)
+
+
+def run(config, implementation):
+    """Logits and taps of the last of six chunks of 512 tokens."""
+    lm = random_model(config, implementation)
+    tokens = np.random.default_rng(0).integers(0, 4000, (CHUNKS, 1, ROWS)).astype(np.int32)
+    cache = lm.new_cache(1, CHUNKS * ROWS)
+    for chunk in tokens:
+        logits, cache, taps = lm.forward(cache, chunk, np.array([ROWS], np.int32))
+    wanted = ("index_score", "selected", "candidates")
+    return np.asarray(logits)[0], {n: np.asarray(v)[0] for n, v in taps.items() if n.endswith(wanted)}
+
+
+def test_kernels_and_references_choose_the_same_and_agree_in_logits():
+    config = dataclasses.replace(released_widths(), max_position_embeddings=65536)
+    logits, taps = run(config, None)
+    expected, reference = run(config, "reference")
+    distance = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    print(f"logits: relative distance {distance:.2e}")
+    assert np.isfinite(logits).all() and distance <= TOLERANCES["bf16"].hidden
+    for layer in (1, 3, 5):
+        ours, theirs = taps[f"layer{layer}.index_score"], reference[f"layer{layer}.index_score"]
+        if layer == 5:  # the consumer ranks inside its candidates only: rows whose candidates agree
+            assert (np.diff(taps["layer3.candidates"], axis=1) != 0).any()
+            columns = np.arange(theirs.shape[1]) // config.candidate_block_size
+            same = (taps["layer3.candidates"] == reference["layer3.candidates"]).all(axis=1)
+            listed = np.stack([np.isin(columns, row) for row in reference["layer3.candidates"]])
+            ours, theirs = (np.where(listed, s, -np.inf) for s in (ours, theirs))
+        else:
+            same = np.ones(len(theirs), bool)
+        finite = np.isfinite(theirs)
+        error = np.where(finite, np.abs(np.where(finite, ours, 0) - np.where(finite, theirs, 0)), 0).max(axis=1)
+        ordered = -np.sort(-theirs, axis=1)
+        k = config.index_topk
+        sure = same & (ordered[:, k - 1] - ordered[:, k] > 2 * error)
+        equal = (taps[f"layer{layer}.selected"] == reference[f"layer{layer}.selected"]).all(axis=1)
+        overlap = np.mean([len(np.intersect1d(a, b)) / k for a, b in
+                           zip(taps[f"layer{layer}.selected"], reference[f"layer{layer}.selected"], strict=True)])  # fmt: skip
+        print(f"layer {layer}: score error {error.max():.2e}, {sure.sum()} rows surely ranked, lists overlap {overlap:.4f}")
+        assert equal[sure].all()
+        assert overlap >= TOLERANCES["bf16"].lists
