@@ -14,9 +14,6 @@ from pallas_kernels.top_k import program
 from pallas_kernels.top_k.lanes import Emitter
 from pallas_kernels.top_k.simulator import Simulator
 
-SHARED_MEMORY = 227 * 1024  # bytes a block may have, on both chips
-
-
 def run(scores, lengths, plan: program.Plan) -> list:
     """The int32 output rows of `plan`, [rows, width] each, for `scores` [rows, length] and `lengths` [rows] or None."""
     inputs = [scores] if lengths is None else [scores, lengths.astype(jnp.int32)]
@@ -27,10 +24,6 @@ def run(scores, lengths, plan: program.Plan) -> list:
             lambda *arrays: thread.submit(_simulate, plan, *arrays).result(), shapes, *inputs, vmap_method="sequential"
         )
     return _compiled(plan, *inputs)
-
-
-def shared_bytes(plan: program.Plan) -> int:
-    return 4 * sum(plan.shared().values())
 
 
 @functools.cache

@@ -266,19 +266,12 @@ class Emitter(Machine):
         i8 = ir.IntegerType.get_signless(8)
         return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [arith.muli(first, self._wide(element_bytes))], i8)
 
-    def _vector_pointer(self, index):
-        offset = arith.shli(arith.extui(self._i64, index.raw), self._wide(4))
-        return mgpu_utils.getelementptr(self._scores, [offset], ir.IntegerType.get_signless(8))
-
-    def prefetch(self, index):
-        """Starts the read of the line around vector `index` into the L2 cache."""
-        void = ir.Type.parse("!llvm.void")
-        self._asm(void, "prefetch.global.L2 [$0];", "l", self._vector_pointer(index), effects=True)
-
     def load_vector(self, index):
         """The float32 values of the row's 16-byte vector number `index`. bf16 values are widened, which is exact."""
         four = ir.VectorType.get((4,), self._i32)
-        words = llvm.load(four, self._vector_pointer(index), alignment=16)
+        offset = arith.shli(arith.extui(self._i64, index.raw), self._wide(4))
+        pointer = mgpu_utils.getelementptr(self._scores, [offset], ir.IntegerType.get_signless(8))
+        words = llvm.load(four, pointer, alignment=16)
         words = [self._value(self._extract(words, e), "i") for e in range(4)]
         if self._element_bytes == 4:
             return [self.float_of(word) for word in words]
@@ -380,8 +373,9 @@ class Emitter(Machine):
             scf.yield_([value.raw for value in otherwise])
         return [self._value(raw, value.kind) for raw, value in zip(branch.results, otherwise)]
 
-    def repeat(self, condition, body, state):
-        """While ``condition(*state)``: ``state = body(*state)``. Returns the last state."""
+    def repeat(self, condition, body, state, *, free=False):
+        """While ``condition(*state)``: ``state = body(*state)``. Returns the last state. `free` loops have no barrier
+        inside, and their warps may be at different turns."""
         kinds = [value.kind for value in state]
         types = [value.raw.type for value in state]
         loop = scf.WhileOp(types, [value.raw for value in state])

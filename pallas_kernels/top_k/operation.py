@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.top_k import kernel
-from pallas_kernels.top_k.program import Selection
+from pallas_kernels.top_k.program import SHARED_MEMORY, Selection
 
 
 def top_k(plan_for, scores, k, *, lengths=None, order="position", return_scores=False):
@@ -77,10 +77,10 @@ def _select(plan_for, scores, lengths, selections):
     if length >= 2**30:
         raise NotImplementedError(f"rows of {length} scores are not carried: the kernel's positions end at 2^30.")
     plan = plan_for(rows, length, _element_bytes(scores), selections, lengths is not None)
-    if kernel.shared_bytes(plan) > kernel.SHARED_MEMORY:
+    if plan.shared_bytes() > SHARED_MEMORY:
         raise NotImplementedError(
             f"k={[s.k for s in plan.selections]} is not carried for rows of {length}: its lists take "
-            f"{kernel.shared_bytes(plan)} bytes of shared memory, and a block has {kernel.SHARED_MEMORY}."
+            f"{plan.shared_bytes()} bytes of shared memory, and a block has {SHARED_MEMORY}."
         )
     # Positions stay int32 and rows are one axis, so that nothing depends on how the batch is shaped.
     flat = lax.reshape(scores, (rows, length))

@@ -9,19 +9,18 @@ from pallas_kernels.top_k.program import MARGIN, Plan, Selection
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
     """`threads` a block, `blocks` a row, `vectors` of 16 bytes that a thread has in flight, `samples` vectors that a
-    thread samples of a long row, `prefetched` lines of its slice that it asks for at the start."""
+    thread samples of a long row."""
 
     threads: int
     blocks: int
     vectors: int
     samples: int
-    prefetched: int = 0
 
     def __post_init__(self):
         if self.threads not in (128, 256, 512, 1024) or self.blocks not in (1, 2, 4, 8):
             raise ValueError(f"{self}: threads must be 128, 256, 512 or 1024 and blocks 1, 2, 4 or 8.")
-        if self.vectors < 1 or self.samples < 0 or self.prefetched < 0:
-            raise ValueError(f"{self}: vectors must be positive, samples and prefetched lines not negative.")
+        if self.vectors < 1 or self.samples < 0:
+            raise ValueError(f"{self}: vectors must be positive and samples not negative.")
 
 
 def plan(tuning: TuningConfig, length, element_bytes, selections, has_lengths) -> Plan:
@@ -42,8 +41,7 @@ def plan(tuning: TuningConfig, length, element_bytes, selections, has_lengths) -
         capacity = max(capacity, selection.k + warp)
         filled.append(Selection(selection.k, -(-capacity // 4) * 4, selection.group))
     return Plan(
-        length, element_bytes, tuning.threads, tuning.blocks, tuning.vectors, samples, tuple(filled), has_lengths,
-        tuning.prefetched,
+        length, element_bytes, tuning.threads, tuning.blocks, tuning.vectors, samples, tuple(filled), has_lengths
     )  # fmt: skip
 
 

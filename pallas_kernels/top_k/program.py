@@ -13,6 +13,7 @@ Ties: the list may hold equal scores in any order; positions decide exactly in t
 """
 
 import dataclasses
+import functools
 import math
 
 from pallas_kernels.top_k.lanes import Machine, Value
@@ -28,7 +29,8 @@ SAMPLED_BITS = 27  # the sample's histogram spans this many bits of the key belo
 COUNT, FULL, LISTED, BIN, ABOVE, AMOUNT, HIGH, LOW = 0, 2, 4, 6, 7, 8, 9, 10
 WORDS = 12
 UNROLLED = 4  # entries of a list that a lane reads at once
-BITMAP_WORDS = 16384  # at most; longer rows are written in several parts
+SHARED_MEMORY = 227 * 1024  # bytes a block may have, on both chips
+ALLOCATED = 1024  # bytes that every array of shared memory is rounded up to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +45,7 @@ class Selection:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel's static shape: rows of `length` elements, `threads` a block, `blocks` a row, `vectors` of 16 bytes that
-    a thread has in flight; `samples` vectors that a thread samples (0: no guess); `prefetched` 128-byte lines of the
-    slice that a thread asks the L2 cache for at the start."""
+    a thread has in flight; `samples` vectors that a thread samples (0: no guess)."""
 
     length: int
     element_bytes: int
@@ -54,7 +55,6 @@ class Plan:
     samples: int
     selections: tuple[Selection, ...]
     has_lengths: bool
-    prefetched: int = 0
 
     def __post_init__(self):
         if self.blocks - 1 > self.warps:
@@ -80,16 +80,29 @@ class Plan:
 
     @property
     def quads(self) -> int:
-        """16-byte words of the bitmap that a thread reads, a power of 2."""
-        needed = -(-self.length // (32 * self.bins))
-        return min(1 << (needed - 1).bit_length(), max(BITMAP_WORDS // self.bins, 1))
+        """16-byte words of the bitmap that a thread reads, a power of 2: enough for the row, or what there is room for
+        (then the row is written in parts)."""
+        quads = 1 << (-(-self.length // (32 * self.bins)) - 1).bit_length()
+        while quads > 1 and self._bytes(quads) > SHARED_MEMORY:
+            quads //= 2
+        return quads
+
+    def _bytes(self, quads):
+        words = [self.bins * quads, self.bins * quads, *self._fixed().values()]
+        return sum(-(-4 * number // ALLOCATED) * ALLOCATED for number in words)
+
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        return self._bytes(self.quads)
+
+    def _fixed(self) -> dict[str, int]:
+        words = {"warps": self.warps, "words": WORDS, "stage": max(selection.k for selection in self.selections)}
+        return words | {f"list{s}": 2 * selection.capacity for s, selection in enumerate(self.selections)}
 
     def shared(self) -> dict[str, int]:
-        """Words of shared memory by name. The histogram is also the bitmap; a list is its scores, then positions."""
-        words = {"hist": self.bins * self.quads, "warps": self.warps, "words": WORDS}
-        words["lower"] = self.threads * self.quads
-        words["stage"] = max(selection.k for selection in self.selections)
-        return words | {f"list{s}": 2 * selection.capacity for s, selection in enumerate(self.selections)}
+        """Words of shared memory by name. The histogram is also the bitmap, "lower" the marks below each of its words;
+        a list is its scores, then its positions."""
+        return {"hist": self.bins * self.quads, "lower": self.bins * self.quads} | self._fixed()
 
     def outputs(self) -> list[tuple[str, int]]:
         """(name, width) of the int32 output rows, in order."""
@@ -141,10 +154,6 @@ class _Row:
             m.store("words", m.tid, m.select((m.tid == FULL) | (m.tid == FULL + 1), m.i32(NONE), m.i32(0)))
         for quad in range(plan.quads):
             m.store4("hist", m.tid * 4 + quad * plan.bins, [0] * 4)
-        for line in range(plan.prefetched):
-            index = self.begin + (m.tid + line * plan.threads) * 8
-            with m.when(index < self.end):
-                m.prefetch(index)
         m.barrier()
         floors = self.fill_lists()
         if plan.blocks == 1:
@@ -260,8 +269,8 @@ class _Row:
         """Appends all of `source` that reaches the floors to the lists; returns the floors, which may have risen.
 
         `floors` maps numbers of selections to their floors. `source` is (number of groups, group): ``group(j)`` loads
-        group number j and gives, for every selection, this lane's scores in it and their positions as (value, constant
-        to add).
+        group number j and gives, for every selection, this lane's scores in it, their positions as (value, constant to
+        add), and the lowest of them.
         """
         m = self.m
         names = [*floors]
@@ -293,9 +302,8 @@ class _Row:
         def turn(j, stopped, *done):
             done, used = list(done), group(j)
             for d, (s, floor) in enumerate(floors.items()):
-                values, positions = used[s]
-                base, offset = positions[0]
-                at = m.select(base + offset > floor.until, floor.beyond, floor.at)
+                values, positions, lowest = used[s]
+                at = m.select(lowest > floor.until, floor.beyond, floor.at)
                 if several > 1:
                     at = m.select(done[d], m.float_of(m.i32(NONE)), at)
                 done[d] = done[d] | self.append(s, at, values, positions)
@@ -305,7 +313,7 @@ class _Row:
             return [j + m.to_int(complete), ~complete, *(flag & ~complete for flag in done)]
 
         start = [j, m.constant(False, "b"), *done]
-        j, _, *done = m.repeat(lambda j, stopped, *_: (j < groups) & ~stopped, turn, start)
+        j, _, *done = m.repeat(lambda j, stopped, *_: (j < groups) & ~stopped, turn, start, free=True)
         return j, done
 
     def slice_source(self):
@@ -336,7 +344,7 @@ class _Row:
                 ragged = ragged | (first == 0)
             xs = m.choose(ragged, masked, loaded)
             return [
-                self.block_maxima(xs, indices, selection.group) if selection.group else (xs, positions)
+                self.block_maxima(xs, indices, selection.group) if selection.group else (xs, positions, starts[0])
                 for selection in plan.selections
             ]
 
@@ -362,7 +370,7 @@ class _Row:
             best = m.select(block == newest, m.constant(math.inf, "f"), best)
             maxima.append(m.select(owned, best, nothing))
             ids.append((block, 0))
-        return maxima, ids
+        return maxima, ids, ids[0][0]
 
     def append(self, s, floor, values, positions):
         """Adds this warp's values that reach `floor` to list `s`. False for the whole warp, and nothing added, if they
@@ -398,20 +406,20 @@ class _Row:
         unrolled = plan.vectors
 
         def group(j):
-            loaded = []
+            values, positions = [], []
             for u in range(unrolled):
                 i = ((j * share + helper) * unrolled + u) * 32 + m.lane
-                loaded += m.choose(
+                bits, position = m.choose(
                     i < listed,
-                    lambda i=i: [
-                        m.float_of(m.load_of(rank, f"list{s}", i)),
-                        m.float_of(m.load_of(rank, f"list{s}", i + capacity)),
-                    ],
-                    [m.float_of(m.i32(NONE))] * 2,  # a NaN
+                    lambda i=i: [m.load_of(rank, f"list{s}", i), m.load_of(rank, f"list{s}", i + capacity)],
+                    [m.i32(NONE), m.i32(NONE)],  # a NaN
                 )
-            groups = [None] * len(plan.selections)
-            groups[s] = loaded[::2], [(m.bits_of(position), 0) for position in loaded[1::2]]
-            return groups
+                values.append(m.float_of(bits))
+                positions.append(position)
+            lowest = functools.reduce(m.minimum, positions)  # lists are in any order
+            used = [None] * len(plan.selections)
+            used[s] = values, [(position, 0) for position in positions], lowest
+            return used
 
         turns = m.divide(listed + (32 * unrolled * share - 1), 32 * unrolled * share)
         return self.fill({s: floor}, (turns, group))[s]
@@ -543,7 +551,7 @@ class _Row:
         m, plan = self.m, self.plan
         mine = (m.i32(plan.threads - 1) - m.tid) * 4
         amounts = m.load4("hist", mine)
-        above, _ = self.before(amounts[0] + amounts[1] + amounts[2] + amounts[3])
+        above, _ = self.before(_sum(amounts))
         for e in (3, 2, 1, 0):
             upto = above + amounts[e]
             with m.when((above < need) & (upto >= need)):
@@ -601,45 +609,39 @@ class _Row:
         several = plan.length > covered
 
         def where(quad):
-            return quad ^ ((quad >> _log2(plan.quads)) & (plan.quads - 1))
+            return (quad ^ ((quad >> _log2(plan.quads)) & (plan.quads - 1))) * 4
 
         def chosen(start, present, entry):
             bit = entry[1] - start
             marked = present & self.taken(entry, threshold)
-            return (marked & m.unsigned("lt", bit, m.i32(covered)) if several else marked), bit
+            marked = marked & m.unsigned("lt", bit, m.i32(covered)) if several else marked
+            return marked, where(bit >> 7) + ((bit >> 5) & 3), bit
 
         def part(start, written):
             def mark(*entry):
-                marked, bit = chosen(start, *entry)
+                marked, word, bit = chosen(start, *entry)
                 with m.when(marked):
-                    m.atomic("or", "hist", where(bit >> 7) * 4 + ((bit >> 5) & 3), m.i32(1) << (bit & 31))
+                    m.atomic("or", "hist", word, m.i32(1) << (bit & 31))
 
             self.for_entries(s, count, mark)
             m.barrier()
             first = m.tid * plan.quads
-            marks = []
-            for q in range(plan.quads):
-                words = m.load4("hist", where(first + q) * 4)
-                marks.append(sum((m.popcount(word) for word in words[1:]), m.popcount(words[0])))
-            lower, all_marks = self.before(sum(marks[1:], marks[0]))
+            marks = [[m.popcount(word) for word in m.load4("hist", where(first + q))] for q in range(plan.quads)]
+            lower, all_marks = self.before(_sum([number for quad in marks for number in quad]))
             lower = lower + written
-            for q, number in enumerate(marks):
-                m.store("lower", where(first + q), lower)
-                lower = lower + number
+            for q, numbers in enumerate(marks):
+                sums = [lower]
+                for number in numbers:
+                    sums.append(sums[-1] + number)
+                m.store4("lower", where(first + q), sums[:4])
+                lower = sums[4]
             m.barrier()
 
             def put(*entry):
-                marked, bit = chosen(start, *entry)
+                marked, word, bit = chosen(start, *entry)
                 with m.when(marked):
-                    quad = where(bit >> 7)
-                    words = m.load4("hist", quad * 4)
-                    place = m.load("lower", quad)
-                    below = (m.i32(1) << (bit & 31)) - 1
-                    for e, word in enumerate(words):
-                        number = (bit >> 5) & 3
-                        mask = m.select(number == e, below, m.select(number > e, m.i32(-1), m.i32(0)))
-                        place = place + m.popcount(word & mask)
-                    m.store("stage", place, start + bit)
+                    below = m.load("hist", word) & ((m.i32(1) << (bit & 31)) - 1)
+                    m.store("stage", m.load("lower", word) + m.popcount(below), start + bit)
 
             self.for_entries(s, count, put)
             m.barrier()
@@ -650,6 +652,10 @@ class _Row:
             return [start + covered, written + all_marks]
 
         m.repeat(lambda start, _: start < stop, part, [m.i32(0), m.i32(0)])
+
+
+def _sum(values):
+    return functools.reduce(lambda a, b: a + b, values)
 
 
 def _log2(value):

@@ -35,7 +35,8 @@ _CONFLICTS = {
 
 
 class Simulator(Machine):
-    """Runs all lanes of all blocks of one cluster, in step, with masks for branches.
+    """Runs all lanes of all blocks of one cluster, with masks for branches. Lanes go in step, but for loops that are
+    marked as free, where warps progress at random.
 
     A barrier that not all lanes reach, a warp operation that part of a warp reaches, a read of a word that nobody
     wrote, an index out of bounds and a race (`Race`) are errors.
@@ -60,6 +61,7 @@ class Simulator(Machine):
         self._shared = {name: _Shared(blocks, words) for name, words in shared.items()}
         self._block_time = np.zeros(self._lanes, np.int64)
         self._cluster_time = 0
+        self._random = np.random.default_rng(row)
         self._global_writes: dict[str, set[int]] = {name: set() for name in globals_}
 
     def check_outputs(self, names):
@@ -180,9 +182,6 @@ class Simulator(Machine):
         return Value(self, np.repeat(reduced, 32), "i")
 
     # Memory.
-    def prefetch(self, index):
-        pass
-
     def load_vector(self, index):
         first = self._base + index.raw.astype(np.int64) * self._vector
         out = []
@@ -276,14 +275,16 @@ class Simulator(Machine):
         self._touch(shared, places, "atomic", name)
         value = self.i32(value).raw
         old = np.zeros(self._lanes, np.uint32)
-        # One by one, the way the hardware orders them: any order must give the same result.
+        # One by one, warps in random order, as the hardware may: any order must give the same result.
         function = {"add": np.add, "max": np.maximum, "min": np.minimum, "or": np.bitwise_or}[op]
         if np.unique(places[self._mask]).size == self._mask.sum():
             old[self._mask] = shared.data[places[self._mask]]
             shared.data[places[self._mask]] = function(old, value)[self._mask]
         else:
             with np.errstate(over="ignore"):
-                for i in np.flatnonzero(self._mask):
+                lanes = np.flatnonzero(self._mask)
+                lanes = lanes[np.argsort(self._random.permutation(self._lanes // 32)[lanes // 32], kind="stable")]
+                for i in lanes:
                     old[i] = shared.data[places[i]]
                     shared.data[places[i]] = function(old[i], value[i])
         return Value(self, old, "i")
@@ -326,14 +327,17 @@ class Simulator(Machine):
             chosen = then()
         return [self.select(condition, a, b) for a, b in zip(chosen, otherwise)]
 
-    def repeat(self, condition, body, state):
+    def repeat(self, condition, body, state, *, free=False):
         outer = active = self._mask
         while True:
+            self._mask = active
             active = active & condition(*state).raw
             if not active.any():
                 break
             self._mask = active
+            if free:  # some warps are slower than others
+                self._mask = active & np.repeat(self._random.random(self._lanes // 32) < 0.5, 32)
             new = body(*state)
-            state = [self.select(Value(self, active, "b"), a, b) for a, b in zip(new, state)]
+            state = [self.select(Value(self, self._mask, "b"), a, b) for a, b in zip(new, state)]
         self._mask = outer
         return state
