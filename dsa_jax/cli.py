@@ -213,7 +213,7 @@ def _print_report(directory: Path, context: int, batch: int):
 def _numerics(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from dsa_jax import compare, golden
+    from dsa_jax import golden
     from dsa_jax.loading import load_model
 
     cases = golden.read_cases(arguments.golden)
@@ -225,9 +225,9 @@ def _numerics(arguments: argparse.Namespace) -> int:
             for progress, ours in golden.run_case(lm, case):
                 bar.set_postfix_str(progress)
                 bar.update(not ours)
-        rows += compare.compare_case(case, ours, mode)
+        rows += golden.compare_case(case, ours, mode)
     print(f"{arguments.golden.name} in mode {mode}")
-    print("\n".join(compare.table(rows)))
+    print("\n".join(golden.table(rows)))
     failed = sum(row.ok is False for row in rows)
     judged = sum(row.ok is not None for row in rows)
     print(f"{judged - failed} of {judged} judged tensors are within the tolerances ({len(rows)} compared).")

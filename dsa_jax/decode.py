@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
-from dsa_jax.cache import Cache, new_cache
-from dsa_jax.cache.state import capacity
+from dsa_jax.cache import Cache
+from dsa_jax.families import family_of
 from dsa_jax.layers.draft import Draft
-from dsa_jax.models.deepseek_v41 import DeepseekV41, ImageRows
+from dsa_jax.models.deepseek_v41 import ImageRows
 from dsa_jax.numerics import Numerics
 from dsa_jax.sampling import Sampling, sample
 from dsa_jax.tap import Tap
@@ -46,9 +46,10 @@ class LanguageModel:
     `traces` counts how often each function was traced, which is how often it was compiled.
     """
 
-    def __init__(self, model: DeepseekV41, numerics: Numerics, implementation: str | None = None):
+    def __init__(self, model: nnx.Module, numerics: Numerics, implementation: str | None = None):
         """`implementation` names that of every operation; None takes the GPU's kernels where they carry a call."""
         self.config, self.numerics, self.plan = model.config, numerics, model.plan
+        self.family = family_of(model.config)
         self.traces: dict[str, int] = {}
         graphdef, state = nnx.split(model)
         self.leaves, structure = jax.tree.flatten(state)
@@ -84,7 +85,7 @@ class LanguageModel:
                 logits = jnp.where(done[:, None], logits, model.logits(h[:, 0], self.numerics))
                 return i + 1, cache, logits, done, out
 
-            room = capacity(cache, self.config)
+            room = self.family.capacity(cache, self.config)
             out = jnp.full((len(done), steps), -1, jnp.int32)
             carry = (jnp.int32(0), cache, logits, done, out)
             return lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[3]), step, carry)[1:]
@@ -114,7 +115,7 @@ class LanguageModel:
 
     def new_cache(self, requests: int, max_tokens: int) -> Cache:
         """An empty cache for `requests` requests of up to `max_tokens` tokens each."""
-        return new_cache(self.config, self.numerics, requests, max_tokens)
+        return self.family.new_cache(self.config, self.numerics, requests, max_tokens)
 
     def forward(
         self,
@@ -193,7 +194,7 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(images)} image lists for a cache of {cache.requests} requests: give one "
                 "of each per request."
             )
-        room, held = capacity(cache, config), np.asarray(cache.length)
+        room, held = self.family.capacity(cache, config), np.asarray(cache.length)
         for b, (prompt, spans) in enumerate(zip(prompts, images, strict=True)):
             wrong = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
             if len(wrong):

@@ -2,24 +2,29 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from dsa_jax.config import V41Config, load_config
+from dsa_jax.config import load_config
 from dsa_jax.decode import LanguageModel, parameter_names
-from dsa_jax.layers.engram_hash import EngramTokenMap
-from dsa_jax.models.deepseek_v41 import DeepseekV41
+from dsa_jax.families import family_of
 from dsa_jax.numerics import numerics
 from dsa_jax.weights import load, make_plan
 
 log = logging.getLogger("dsa_jax")
 
 
-def abstract_parameters(config: V41Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape and dtype of every parameter that a checkpoint of `config` must fill. Allocates nothing."""
-    _, params, _ = nnx.split(nnx.eval_shape(lambda: DeepseekV41(config)), nnx.Param, ...)
+def abstract_model(config: Any) -> nnx.Module:
+    """The module of `config`'s family with shapes and dtypes in place of arrays. Allocates nothing."""
+    return nnx.eval_shape(lambda: family_of(config).model(config))
+
+
+def abstract_parameters(config: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """Path -> shape and dtype of every parameter that a checkpoint of `config` must fill."""
+    params = nnx.state(abstract_model(config), nnx.Param)
     return dict(zip(parameter_names(params), jax.tree.leaves(params), strict=True))
 
 
@@ -34,14 +39,11 @@ def load_model(
     """
     wanted = numerics(mode)
     config = load_config(directory)
-    token_map = EngramTokenMap.from_checkpoint(directory, config)
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: DeepseekV41(config)), nnx.Param, ...)
-    names = parameter_names(params)
-    plan = make_plan(dict(zip(names, jax.tree.leaves(params), strict=True)), directory)
+    buffers = family_of(config).buffers(Path(directory), config)
+    plan = make_plan(abstract_parameters(config), directory)
     for note in plan.notes:
         log.info(note)
-    arrays = load(plan, progress=progress)
-    params = jax.tree.unflatten(jax.tree.structure(params), [arrays[name] for name in names])
-    model = nnx.merge(graphdef, params, rest)
-    model.token_map.set_value(jnp.asarray(token_map.ids))
-    return LanguageModel(model, wanted, implementation)
+    arrays = load(plan, progress=progress) | {name: jnp.asarray(value) for name, value in buffers.items()}
+    graphdef, state = nnx.split(abstract_model(config))
+    state = jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in parameter_names(state)])
+    return LanguageModel(nnx.merge(graphdef, state), wanted, implementation)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsa_jax.golden import Case, Tensors
+from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.tolerances import TOLERANCES, Tolerance
 
 INPUTS = ("input_ids", "positions", "patches", "token_types", "image_start_pos_hw", "encoded_image")

@@ -1,0 +1,44 @@
+"""The model families: what the rest of the library asks of each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from dsa_jax.cache import state
+from dsa_jax.config import V41Config
+from dsa_jax.layers.engram_hash import EngramTokenMap
+from dsa_jax.models.deepseek_v41 import DeepseekV41
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    model: its module, made from a config. new_cache(config, numerics, requests, max_tokens): an empty cache, a pytree
+    with `length` int32 [B] and `requests`. capacity(cache, config): tokens a request of it may hold.
+    buffers(directory, config): arrays that the model needs and the tensors do not hold, by parameter path; ValueError
+    where the checkpoint's other files do not give them.
+    """
+
+    model: type[nnx.Module]
+    new_cache: Callable[..., Any]
+    capacity: Callable[..., int]
+    buffers: Callable[[Path, Any], dict[str, np.ndarray]]
+
+
+def _v41_buffers(directory: Path, config: V41Config) -> dict[str, np.ndarray]:
+    return {"token_map": EngramTokenMap.from_checkpoint(directory, config).ids}
+
+
+FAMILIES: dict[type, Family] = {
+    V41Config: Family(DeepseekV41, state.new_cache, state.capacity, _v41_buffers),
+}
+
+
+def family_of(config: Any) -> Family:
+    """The family whose config this is."""
+    return FAMILIES[type(config)]
