@@ -46,6 +46,8 @@ def plan(tuning: TuningConfig, length, element_bytes, selections, has_lengths) -
 
 
 def _guessed(k, elements, sampled):
-    """Scores that reach the guess of `sampled` scores out of `elements`, and an eighth for its own spread and bins."""
+    """Scores that may reach the guess of `sampled` scores out of `elements`: those that it means to keep, 3 standard
+    deviations of how well the sample places it, and 5 % for the width of its bins."""
     expected = k * sampled / elements
-    return math.ceil(1.125 * (expected + MARGIN * math.sqrt(expected) + MARGIN) * elements / sampled)
+    rank = expected + MARGIN * math.sqrt(expected) + MARGIN
+    return math.ceil((1.05 + 3 / math.sqrt(rank)) * rank * elements / sampled)

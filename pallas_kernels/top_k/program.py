@@ -7,7 +7,8 @@ than k kept at the end) costs a second one. At the end a radix selection over th
 and a bitmap of the chosen positions, read off in order, gives the output.
 
 With several blocks per row (a cluster) each block samples the whole row, so that all start from the same floor, and
-streams its own slice; the first block then takes over the others' lists from their shared memory and finishes alone.
+streams its own slice; one block then takes over the others' lists from their shared memory and finishes alone (with two
+selections, two blocks at the same time).
 
 Ties: the list may hold equal scores in any order; positions decide exactly in the selections.
 """
@@ -159,9 +160,10 @@ class _Row:
         if plan.blocks == 1:
             self.finish(floors)
         else:
-            with m.when(m.rank == 0):
-                self.finish({s: self.take_over(s, floor) for s, floor in floors.items()})
-            m.cluster_barrier()  # no block's shared memory goes away while the first reads it
+            for s, floor in floors.items():  # each by a block of its own
+                with m.when(m.rank == s):
+                    self.finish({s: self.take_over(s, floor)})
+            m.cluster_barrier()  # no block's shared memory goes away while another reads it
 
     # Streaming.
     def open_floor(self):
@@ -395,13 +397,14 @@ class _Row:
         return fits
 
     def take_over(self, s, floor):
-        """Adds the other blocks' lists to this block's list `s`; every list is read by some of the warps."""
+        """Adds the other blocks' lists to list `s` of block `s`; every list is read by some of the warps."""
         m, plan = self.m, self.plan
         capacity = plan.selections[s].capacity
         others = plan.blocks - 1
         share = plan.warps // others  # warps of a list
         helper = m.divide(m.warp, others)
-        rank = m.warp - helper * others + 1
+        rank = m.warp - helper * others
+        rank = rank + m.to_int(rank >= s)
         listed = m.select(helper < share, m.load_of(rank, "words", LISTED + s), m.i32(0))
         unrolled = plan.vectors
 

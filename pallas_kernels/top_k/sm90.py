@@ -6,26 +6,33 @@ from pallas_kernels.top_k.planning import TuningConfig
 MULTIPROCESSORS = 132
 
 
-def tuning(rows, length, element_bytes) -> TuningConfig:
+def tuning(rows, length, element_bytes, plain) -> TuningConfig:
     """Few rows: a cluster of blocks each, so that all multiprocessors read. Many: one small block a row, several of
-    them on a multiprocessor, so that some read while others select."""
-    vectors = 4 if element_bytes == 4 else 2
+    them on a multiprocessor, so that some read while others select. `plain`: neither lengths nor candidate blocks."""
+    vectors = element_bytes  # 16 scores a thread in flight
     if rows > 2 * MULTIPROCESSORS:
-        threads = 128 if length <= 20480 else 256 if length <= 65536 else 512
-        return TuningConfig(threads, 1, vectors, samples=max(256 // threads, 1))
-    blocks = 1
-    while blocks < 8 and 2 * blocks * rows <= MULTIPROCESSORS and length >= 16384 * blocks:
-        blocks *= 2
-    slice_length = length // blocks
-    # Clusters of 4 start together only if two of their blocks fit a multiprocessor: 512 threads each.
-    large = slice_length > 16384 and (blocks != 4 or slice_length > 65536)
-    threads = 1024 if large and rows <= MULTIPROCESSORS else 512
-    return TuningConfig(threads, blocks, vectors, samples=max(length // 524288, 1))
+        if length <= 20480:
+            return TuningConfig(128, 1, 2 * vectors if element_bytes == 4 else vectors, samples=2)
+        if length <= 65536:
+            return TuningConfig(256, 1, vectors, samples=2)
+        return TuningConfig(512, 1, vectors if plain else vectors // 2, samples=1)  # two blocks at 64 registers
+    if length <= 32768 or 2 * rows > MULTIPROCESSORS:
+        threads = 1024 if length > 16384 and rows <= MULTIPROCESSORS else 512
+        return TuningConfig(threads, 1, vectors, samples=1)
+    samples = max(length // 524288, 1)
+    if 8 * rows <= 64 and length >= 65536:
+        return TuningConfig(1024 if length > 524288 else 512, 8, vectors, samples)
+    # Clusters of 4 keep to 64 multiprocessors: not every group of them has room for more. Two blocks on each, and so
+    # 128 of them, run at a time where 64 registers a thread are enough.
+    if 4 * rows <= 64 or (4 * rows <= MULTIPROCESSORS and plain and length <= 262144):
+        return TuningConfig(512, 4, vectors, samples)
+    return TuningConfig(1024, 2, 2 * vectors if length > 262144 else vectors, samples)
 
 
 def plan(rows, length, element_bytes, selections, has_lengths):
     """The kernel's shape for `rows` rows of `length` scores."""
-    return planning.plan(tuning(rows, length, element_bytes), length, element_bytes, selections, has_lengths)
+    plain = not has_lengths and len(selections) == 1 and not selections[0].group
+    return planning.plan(tuning(rows, length, element_bytes, plain), length, element_bytes, selections, has_lengths)
 
 
 def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
