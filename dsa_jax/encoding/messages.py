@@ -42,7 +42,8 @@ def checked(
                 f"Allowed: {', '.join(sorted(allowed))}."
             )
         if not isinstance(reasoning := copy.get("reasoning_content", ""), str):
-            raise ValueError(f"messages[{i}]: reasoning_content is {type(reasoning).__name__}, not text: {reasoning!r}.")
+            kind = type(reasoning).__name__
+            raise ValueError(f"messages[{i}]: reasoning_content is {kind}, not text: {reasoning!r}.")
         copies.append(copy)
     return copies
 
