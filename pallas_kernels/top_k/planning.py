@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.top_k.program import MARGIN, Plan, Selection
+from pallas_kernels.top_k.program import BEST_OF_BLOCK, MARGIN, Plan, Selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,9 @@ def plan(tuning: TuningConfig, length, element_bytes, selections, has_lengths) -
         warp = 32 * tuning.vectors * (1 if selection.group else vector)
         share = -(-elements // tuning.blocks)
         if selection.group:
-            # Blocks have no guess: room for all of a slice's, or for a few fillings.
-            capacity = min(share, 3 * selection.k)
+            # A short row's blocks have no guess and may fill the list several times.
+            guessed = _guessed(BEST_OF_BLOCK * selection.k, length, tuning.threads * max(samples, 1) * vector)
+            capacity = min(elements, guessed, 5 * selection.k // 2)
         elif elements <= 2 * selection.k or not samples:
             capacity, samples = share, 0  # nearly all is chosen: keep everything
         else:

@@ -23,6 +23,7 @@ NONE = 0x7FFFFFFF
 FLOAT32_MAX = 3.4028234663852886e38
 LOWEST_KEY = 0x00800000  # of the lowest finite float32; NaN and -inf have none
 MARGIN = 4.0  # standard deviations by which a guess keeps more than the k scores that it expects to
+BEST_OF_BLOCK = 1.5  # high scores per block that has any, taken for granted when blocks are guessed from scores
 SAMPLED_BITS = 27  # the sample's histogram spans this many bits of the key below its maximum: 16 powers of 2
 
 # Words of shared memory that the block agrees through. The first three exist once per selection; LISTED is what the
@@ -180,38 +181,57 @@ class _Row:
             floors = self.fill(floors, self.slice_source())
             self.publish()
             return floors
-        large = self.vectors * plan.vector > plan.selections[0].capacity
-        at, high = m.choose(large, self.guess, [floors[0].at, floors[0].high])
-        floors[0] = _Floor(at, at, floors[0].until, high)
+        # A guess is worth its time where it keeps much from the lists.
+        guessed = {}
+        for s, selection in enumerate(plan.selections):
+            if selection.group:
+                guessed[s] = self.vectors > 2 * selection.k * selection.group
+            else:
+                guessed[s] = self.vectors * plan.vector > selection.capacity
+        wanted = functools.reduce(lambda a, b: a | b, guessed.values())
+        *ats, high = m.choose(wanted, self.guess, [*(floor.at for floor in floors.values()), floors[0].high])
+        for s, floor in floors.items():
+            at = m.select(guessed[s], ats[s], floor.at)
+            floors[s] = _Floor(at, at, floor.until, m.select(guessed[s], high, floor.high))
 
-        def attempt(running, guessed, *state):
-            floors = self.fill(_floors(names, state), self.slice_source())
+        def attempt(running, first, *state):
+            complete, floors = state[: len(names)], _floors(names, state[len(names) :])
+            filled = floors
+            if len(names) > 1:  # a list that is complete takes nothing in a second reading: nothing reaches NaN
+                nothing = m.float_of(m.i32(NONE))
+                filled = {
+                    s: _Floor(*(m.select(complete[s], nothing, x) for x in (floor.at, floor.beyond)), *floor.list()[2:])
+                    for s, floor in floors.items()
+                }
+            filled = self.fill(filled, self.slice_source())
             self.publish()
-            total = m.load("words", LISTED)
-            if plan.blocks > 1:
-                total = m.i32(0)
-                for rank in range(plan.blocks):
-                    total = total + m.load_of(rank, "words", LISTED)
-            # Fewer than k reached the guess: read again without one.
-            retry = guessed & (total < plan.selections[0].k)
+            missing, again = {}, m.constant(False, "b")
+            for s in names:
+                total = m.load("words", LISTED + s)
+                if plan.blocks > 1:
+                    total = _sum([m.load_of(rank, "words", LISTED + s) for rank in range(plan.blocks)])
+                # Fewer than k reached the guess: read again without one.
+                missing[s] = guessed[s] & first & (total < plan.selections[s].k)
+                again = again | missing[s]
+                if len(names) > 1:
+                    kept = (m.select(complete[s], a, b) for a, b in zip(floors[s].list(), filled[s].list()))
+                    filled[s] = _Floor(*kept)
 
             def restart():
                 self.meet()  # every lane has read the counts
-                with m.when(m.tid == 0):
-                    m.store("words", COUNT, 0)
+                for s in names:
+                    with m.when((m.tid == 0) & missing[s]):
+                        m.store("words", COUNT + s, 0)
                 m.barrier()
-                return self.open_floor().list()
+                opened = self.open_floor().list()
+                return [m.select(missing[s], a, b) for s in names for a, b in zip(opened, filled[s].list())]
 
-            floors[0] = _Floor(*m.choose(retry, restart, floors[0].list()))
-            for s in names[1:]:  # the other lists are complete: nothing reaches NaN
-                nothing = m.float_of(m.i32(NONE))
-                at, beyond = (m.select(retry, nothing, x) for x in (floors[s].at, floors[s].beyond))
-                floors[s] = _Floor(at, beyond, floors[s].until, floors[s].high)
-            return [retry, m.constant(False, "b"), *_flat(floors)]
+            complete = [again & ~missing[s] for s in names]
+            return [again, m.constant(False, "b"), *complete, *m.choose(again, restart, _flat(filled))]
 
-        state = [m.constant(True, "b"), large, *_flat(floors)]
-        _, _, *state = m.repeat(lambda running, *_: running, attempt, state)
-        return _floors(names, state)
+        no, yes = m.constant(False, "b"), m.constant(True, "b")
+        state = m.repeat(lambda running, *_: running, attempt, [yes, yes, *[no] * len(names), *_flat(floors)])
+        return _floors(names, state[2 + len(names) :])
 
     def publish(self):
         """Makes the lists' lengths known to all blocks of the row."""
@@ -228,8 +248,8 @@ class _Row:
             self.m.barrier()
 
     def guess(self):
-        """[a floor that somewhat more than k scores of the row should reach, key of the highest score seen], from
-        evenly spread vectors of the row."""
+        """[floors that somewhat more than k scores, or blocks, of the row should reach, ..., key of the highest score
+        seen], from evenly spread vectors of the row."""
         m, plan = self.m, self.plan
         sampled = plan.threads * plan.samples
         # Pieces of 64 bytes, what the memory reads at once.
@@ -260,12 +280,21 @@ class _Row:
             with m.when(m.unsigned("ge", key, low)):
                 m.atomic("add", "hist", (key - low) >> shift, 1)
         m.barrier()
-        expected = m.constant(float(plan.selections[0].k * sampled), "f")
-        expected = m.binary("div", expected, m.as_float(self.vectors))
-        found, *_ = self.find(m.as_int(expected + m.square_root(expected) * MARGIN + MARGIN))
-        key = m.binary("umax", low + (found << shift), m.i32(LOWEST_KEY))
-        known = found != NONE
-        return [m.select(known, self.score(key), m.constant(-FLOAT32_MAX, "f")), m.select(known, high, m.i32(0))]
+        ats = []
+        for s, selection in enumerate(plan.selections):
+            wanted = selection.k * (BEST_OF_BLOCK if selection.group else 1.0)
+            expected = m.binary("div", m.constant(wanted * sampled, "f"), m.as_float(self.vectors))
+            rank = m.as_int(expected + m.square_root(expected) * MARGIN + MARGIN)
+            found, *_ = self.find(rank, last=s + 1 == len(plan.selections))
+            key = m.binary("umax", low + (found << shift), m.i32(LOWEST_KEY))
+            known = found != NONE
+            ats.append(m.select(known, self.score(key), m.constant(-FLOAT32_MAX, "f")))
+            high = m.select(known, high, m.i32(0))
+            if s + 1 < len(plan.selections):
+                m.barrier()  # every lane has read what was found
+                with m.when(m.tid == 0):
+                    m.store("words", BIN, NONE)
+        return [*ats, high]
 
     def fill(self, floors, source):
         """Appends all of `source` that reaches the floors to the lists; returns the floors, which may have risen.
@@ -548,9 +577,9 @@ class _Row:
         _, _, by_position, low, _, _, at = m.repeat(lambda running, *_: running, turn, start)
         return at, m.select(by_position, ~low, m.i32(NONE))
 
-    def find(self, need):
+    def find(self, need, last=True):
         """(bin that holds the `need`-th entry counted from the highest bin down, entries above that bin, entries in
-        it). The histogram and the extremes are 0 again afterwards."""
+        it). The histogram and the extremes are 0 again afterwards, if this is the last search in them."""
         m, plan = self.m, self.plan
         mine = (m.i32(plan.threads - 1) - m.tid) * 4
         amounts = m.load4("hist", mine)
@@ -562,10 +591,11 @@ class _Row:
                 m.store("words", ABOVE, above)
                 m.store("words", AMOUNT, amounts[e])
             above = upto
-        m.store4("hist", mine, [0] * 4)
-        with m.when(m.tid == 0):
-            m.store("words", HIGH, 0)
-            m.store("words", LOW, 0)
+        if last:
+            m.store4("hist", mine, [0] * 4)
+            with m.when(m.tid == 0):
+                m.store("words", HIGH, 0)
+                m.store("words", LOW, 0)
         m.barrier()
         return m.load("words", BIN), m.load("words", ABOVE), m.load("words", AMOUNT)
 

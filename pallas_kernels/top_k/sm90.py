@@ -1,5 +1,7 @@
 """Exact top-k on Hopper. The program is in `program.py`; here is what was measured best on an H200."""
 
+import dataclasses
+
 from pallas_kernels.top_k import operation, planning
 from pallas_kernels.top_k.planning import TuningConfig
 
@@ -32,7 +34,10 @@ def tuning(rows, length, element_bytes, plain) -> TuningConfig:
 def plan(rows, length, element_bytes, selections, has_lengths):
     """The kernel's shape for `rows` rows of `length` scores."""
     plain = not has_lengths and len(selections) == 1 and not selections[0].group
-    return planning.plan(tuning(rows, length, element_bytes, plain), length, element_bytes, selections, has_lengths)
+    tuned = tuning(rows, length, element_bytes, plain)
+    if len(selections) > 1 and tuned.blocks * tuned.threads > 512:
+        tuned = dataclasses.replace(tuned, vectors=tuned.vectors // 2)  # 64 registers a thread hold no more
+    return planning.plan(tuned, length, element_bytes, selections, has_lengths)
 
 
 def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
