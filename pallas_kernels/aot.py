@@ -254,9 +254,12 @@ def _dumps():
         wanted["MOSAIC_GPU_DUMP_TO"] = folder
         before = {name: os.environ.get(name) for name in wanted}
         os.environ.update(wanted)
+        cached = jax.config.jax_enable_compilation_cache
+        jax.config.update("jax_enable_compilation_cache", False)  # what comes from a cache leaves no report
         try:
             yield pathlib.Path(folder)
         finally:
+            jax.config.update("jax_enable_compilation_cache", cached)
             for name, value in before.items():
                 os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 

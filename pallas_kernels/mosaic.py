@@ -34,6 +34,9 @@ def interpreter():
     gpu_callbacks.reset_gpu_interpret_mode_state()  # what a failed run left behind would fail the next one
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield
+    races = gpu_callbacks._races  # of the last kernel; jax 0.12 raises at the race, 0.11 logs it and goes on
+    if races is not None and races.races_found:
+        raise RuntimeError("RACE DETECTED in an interpreted kernel; the log says between which accesses.")
 
 
 def is_interpreted() -> bool:
@@ -84,7 +87,7 @@ def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *
     """Starts copying the 64 rows of blocks of `size` rows, 128 bytes each, into one tile, by all of a warpgroup (cp.async).
 
     tile_ref: [64, 128 bytes] of the TMA view of a `row_tile`; rows_ref: device memory [rows, 128 bytes]. Block i of the
-    tile starts at row ``places_ref[offset + i]`` (int32 in device memory); rows before the first or behind the last are
+    tile starts at row ``places_ref[offset + i]`` (int32 in shared memory); rows before the first or behind the last are
     taken as those. scale_ref
     float32 [64] gets the scale of every row (None, as scales_ref: no scales). scale_layout: (rows a page, scales a page,
     first scale of a page), of which row r has scale ``r // rows * scales + first + r % rows`` of scales_ref. The copies
@@ -115,7 +118,7 @@ def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *
         )
         thread = arith.remui(utils.thread_idx(), constant(128))
         offset = scalar(offset)
-        places = utils.getelementptr(global_pointer(places_ref), [offset], i32)
+        places = utils.getelementptr(utils.memref_ptr(places_ref), [offset], i32)
 
         def place(row):
             block = arith.divui(row, constant(size))
@@ -156,26 +159,26 @@ def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *
     gather(tile_ref, rows_ref, places_ref, offset, *([scale_ref, scales_ref] if scaled else []))
 
 
-def release_reads():
-    """Orders this thread's reads of shared memory before TMA writes there. In front of the arrival that frees a slot.
+def fence_proxies():
+    """Orders what plain accesses and cp.async did to shared memory, as this thread has seen it, before TMA and MMA.
 
-    `plgpu.commit_smem` without its barrier: every thread arrives for itself.
+    `plgpu.commit_smem` without its barrier. In front of an arrival that frees a slot that was read; behind the wait for
+    a slot that cp.async filled. Not for a thread with cp.async copies under way: it waits for all of them.
     """
 
     @lane_code(arg_types=(), twin=plgpu.commit_smem)
-    def release(_):
+    def fence(_):
         nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
-    release()
+    fence()
 
 
 def wait_copies(pending: int):
-    """Waits until at most `pending` groups of this thread's cp.async copies are under way; the others can be multiplied."""
+    """Waits until at most `pending` groups of this thread's cp.async copies are under way."""
 
     @lane_code(arg_types=(), twin=lambda: None)
     def wait(_):
         nvvm.cp_async_wait_group(pending)
-        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
     wait()
 

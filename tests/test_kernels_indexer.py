@@ -1,4 +1,4 @@
-"""The Hopper kernels of the indexer's scores, interpreted with race detection, against the plain references."""
+"""The kernels of the indexer's scores, interpreted with race detection, against the plain references."""
 
 import os
 
@@ -15,7 +15,8 @@ from pallas_kernels.candidate_logits import candidate_logits, expand_candidates,
 from pallas_kernels.candidate_logits import sm90 as candidate_sm90
 from pallas_kernels.indexer_logits import indexer_logits, paged_indexer_logits
 from pallas_kernels.indexer_logits import sm90 as dense_sm90
-from pallas_kernels.records import IndexFP8, PagedRows
+from pallas_kernels.indexer_logits import sm100 as dense_sm100
+from pallas_kernels.records import IndexFP8, IndexMXFP4, PagedRows
 
 FP8 = jnp.float8_e4m3fn
 
@@ -46,10 +47,10 @@ def packed(rng, count):
     return keys, jnp.asarray(2.0 ** rng.integers(-3, 4, count), jnp.float32)
 
 
-def paged(rng, batch, table_width, page_size, lengths):
+def paged(rng, batch, table_width, page_size, lengths, form=IndexFP8(128)):
     """A cache with pages in random order; entries of the table behind the visible pages are garbage."""
     pages = batch * table_width + 3
-    keys = PagedRows.zeros(IndexFP8(128), pages, page_size)
+    keys = PagedRows.zeros(form, pages, page_size)
     rows = rng.normal(size=(pages * page_size, 128)) * np.exp(rng.normal(size=(pages * page_size, 1)))
     keys = keys.scatter(jnp.arange(pages * page_size, dtype=jnp.int32), jnp.asarray(rows, jnp.float32))
     table = rng.permutation(pages)[: batch * table_width].reshape(batch, table_width).astype(np.int32)
@@ -115,6 +116,20 @@ def test_paged(heads, batch, rows, page_size, table_width, longest):
     agree(found, paged_indexer_logits(q, keys, weights, implementation="reference", **arguments))
 
 
+@pytest.mark.parametrize("heads, rows, page_size, longest", [(32, 1, 64, 130), (64, 3, 32, 70)])
+def test_paged_mxfp4(heads, rows, page_size, longest):
+    rng = np.random.default_rng(page_size)
+    q, weights = queries(rng, 2, rows, heads)
+    q = q.astype(jnp.bfloat16)
+    lengths = rng.integers(1, longest + 1, (2, rows)).astype(np.int32)
+    lengths[0, 0] = longest
+    keys, table = paged(rng, 2, 3, page_size, lengths, IndexMXFP4(128))
+    arguments = dict(context_lens=jnp.asarray(lengths), block_table=table)
+    config = dense_sm90.TuningConfig(columns=128, groups=1, math=2, stages=4, runs=1, unroll=1)
+    found = interpreted(dense_sm90.paged_indexer_logits, q, keys, weights, config=config, **arguments)
+    agree(found, paged_indexer_logits(q, keys, weights, implementation="reference", **arguments))
+
+
 def test_public_function_runs_the_kernel_and_garbage_stays_unseen():
     rng = np.random.default_rng(3)
     q, weights = queries(rng, 2, 1, 32)
@@ -140,6 +155,7 @@ CANDIDATE = dense_sm90.TuningConfig(columns=64, groups=1, math=2, stages=4, runs
 @pytest.mark.parametrize("heads, page_size, size, count", [(32, 64, 8, 11), (8, 32, 16, 5)])
 def test_candidates(heads, page_size, size, count, monkeypatch):
     monkeypatch.setattr(candidate_sm90, "_AHEAD", 1)
+    monkeypatch.setattr(candidate_sm90, "_LISTED", 32)  # several lists a row
     rng = np.random.default_rng(heads)
     q, weights = queries(rng, 2, 2, heads)
     lengths = np.array([[150, 97], [0, 3]], np.int32)
@@ -156,6 +172,7 @@ def test_candidates(heads, page_size, size, count, monkeypatch):
 
 def test_ragged_candidates_up_to_the_last_key(monkeypatch):
     monkeypatch.setattr(candidate_sm90, "_AHEAD", 1)
+    monkeypatch.setattr(candidate_sm90, "_LISTED", 32)  # several lists a row
     rng = np.random.default_rng(5)
     q, weights = queries(rng, 3, 32)
     k, scale = packed(rng, 61)
@@ -165,6 +182,30 @@ def test_ragged_candidates_up_to_the_last_key(monkeypatch):
     arguments = dict(row_start=jnp.asarray(start), row_end=jnp.asarray(end), k_scale=scale)
     found = interpreted(candidate_sm90.ragged_candidate_logits, q, k, weights, candidates, config=CANDIDATE, **arguments)
     agree(found, ragged_candidate_logits(q, k, weights, candidates, implementation="reference", **arguments))
+
+
+@pytest.mark.parametrize("heads, rounding", [(64, None), (16, jnp.bfloat16)])
+def test_blackwell_ragged(heads, rounding):
+    rng = np.random.default_rng(heads)
+    q, weights = queries(rng, 3, heads)
+    weights = weights if rounding is None else weights.astype(rounding)
+    k, scale = packed(rng, 403)
+    start, end = np.array([0, 30, 140], np.int32), np.array([403, 30, 200], np.int32)
+    arguments = dict(row_start=jnp.asarray(start), row_end=jnp.asarray(end), k_scale=scale, rounding=rounding)
+    found = indexer_logits(q, k, weights, implementation="interpret_sm100", **arguments)
+    agree(found, indexer_logits(q, k, weights, implementation="reference", **arguments))
+
+
+@pytest.mark.parametrize("heads, rows, page_size", [(32, 3, 64), (8, 1, 32)])
+def test_blackwell_paged(heads, rows, page_size):
+    rng = np.random.default_rng(heads)
+    q, weights = queries(rng, 2, rows, heads)
+    lengths = np.full((2, rows), 150, np.int32)
+    lengths[1] = np.arange(rows)
+    keys, table = paged(rng, 2, -(-150 // page_size), page_size, lengths)
+    arguments = dict(context_lens=jnp.asarray(lengths), block_table=table)
+    found = interpreted(dense_sm100.paged_indexer_logits, q, keys, weights, **arguments)
+    agree(found, paged_indexer_logits(q, keys, weights, implementation="reference", **arguments))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -200,7 +241,7 @@ def test_what_is_not_carried_says_so():
     with pytest.raises(NotImplementedError, match="8, 16, 32, 64 heads of width 128, and q has 24"):
         indexer_logits(q, k, weights, implementation="interpret_sm90", **bounds)
     q, weights = queries(rng, 2, 32)
-    with pytest.raises(NotImplementedError, match="float8_e4m3fn queries, not float32"):
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn queries here, not float32"):
         indexer_logits(q.astype(jnp.float32), k, weights, implementation="interpret_sm90", **bounds)
     with pytest.raises(ValueError, match="columns=96"):
         dense_sm90.TuningConfig(columns=96, groups=1, math=2, stages=4, runs=1, unroll=1)
@@ -216,3 +257,15 @@ def test_compiles_for_hopper_without_spills(operation):
         assert kernel.spill_stores + kernel.spill_loads == 0, report.text()
         assert kernel.instructions["QGMMA"] + kernel.instructions["HGMMA"] >= 4, report.text()
         assert kernel.instructions["UTMALDG"] >= 2, report.text()
+
+
+def test_compiles_for_blackwell_without_spills():
+    if (reason := aot.missing()) is not None:
+        pytest.skip(reason)
+    report = aot.compile_report(("b200",), "indexer_logits")
+    assert report.kernels
+    for kernel in report.kernels:
+        assert kernel.spill_stores + kernel.spill_loads == 0, report.text()
+        assert kernel.instructions["UTCxMMA"] >= 4 and kernel.instructions["LDTM"] >= 1, report.text()
+        assert kernel.instructions["UTMALDG"] >= 2, report.text()
+    assert all("IndexFP8" in reason for *_, reason in report.unsupported), report.text()

@@ -39,7 +39,7 @@ def _paged(heads, batch, context, count=2048, size=8, page_size=64, compiled=Fal
         keys = random_pages(b, batch * pages, page_size)
         candidates = expand_candidates(_blocks(e, batch, count, context // size)[:, None], lengths, size)
         weights = jax.random.normal(c, (batch, 1, heads))
-        schedule = sm90.make_schedule(candidates, lengths, heads)
+        schedule = sm90.make_schedule(candidates, keys, context_lens=lengths, block_table=table, heads=heads)
         return random_fp8(a, (batch, 1, heads, WIDTH)), keys, weights, candidates, lengths, table, schedule
 
     def call(function, q, keys, weights, candidates, lengths, table, schedule):
@@ -73,7 +73,7 @@ def _ragged(heads, rows, keys, count=2048, size=8, compiled=False):
         candidates = expand_candidates(ids, end, size)
         scale = jnp.exp2(jax.random.randint(d, (keys,), -3, 4).astype(jnp.float32))
         weights = jax.random.normal(c, (rows, heads))
-        schedule = sm90.make_schedule(candidates, end, heads)
+        schedule = sm90.make_ragged_schedule(candidates, row_start=start, row_end=end, heads=heads)
         q, k = random_fp8(a, (rows, heads, WIDTH)), random_fp8(b, (keys, WIDTH))
         return q, k, weights, candidates, start, end, scale, schedule
 

@@ -9,12 +9,13 @@ from jax import lax
 
 from pallas_kernels.case import Case
 from pallas_kernels.indexer_logits import sm90
-from pallas_kernels.records import IndexFP8, PagedRows
+from pallas_kernels.records import IndexFP8, IndexMXFP4, PagedRows
 
 WIDTH = 128
 _FP8 = jnp.float8_e4m3fn
 _RAGGED = "Indexer logits, ragged prefill (fp8)"
 _PAGED = "Indexer logits, paged decode (fp8)"
+_PAGED_MXFP4 = "Indexer logits, paged decode (mxfp4)"
 
 
 def random_fp8(key, shape):
@@ -30,6 +31,14 @@ def random_pages(key, num_pages, page_size):
     scales = jnp.exp2(jax.random.randint(scales, (num_pages, page_size), -3, 4).astype(jnp.float32))
     scales = lax.bitcast_convert_type(scales, jnp.uint8).reshape(num_pages, -1)
     return PagedRows(jnp.concatenate([values, scales], axis=1), IndexFP8(WIDTH), page_size)
+
+
+def random_mxfp4_pages(key, num_pages, page_size):
+    """A cache of IndexMXFP4 pages of random keys."""
+    values, exponents = jax.random.split(key)
+    values = jax.random.bits(values, (num_pages, page_size * WIDTH // 2), jnp.uint8)
+    exponents = jax.random.randint(exponents, (num_pages, page_size * WIDTH // 32), 120, 134).astype(jnp.uint8)
+    return PagedRows(jnp.concatenate([values, exponents], axis=1), IndexMXFP4(WIDTH), page_size)
 
 
 def exact_scores(q, keys, weights):
@@ -83,17 +92,18 @@ def _ragged(heads, rows, keys, compiled=False):
     )  # fmt: skip
 
 
-def _paged(heads, batch, rows, context, page_size=64, compiled=False):
+def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=False):
     pages = context // page_size
 
     def make(key):
         a, b, c, d = jax.random.split(key, 4)
         table = jax.random.permutation(d, batch * pages).reshape(batch, pages).astype(jnp.int32)
         lengths = jnp.full((batch, rows), context, jnp.int32)
-        keys = random_pages(b, batch * pages, page_size)
+        keys = (random_mxfp4_pages if mxfp4 else random_pages)(b, batch * pages, page_size)
         weights = jax.random.normal(c, (batch, rows, heads))
         schedule = sm90.make_schedule(lengths, heads)
-        return random_fp8(a, (batch, rows, heads, WIDTH)), keys, weights, lengths, table, schedule
+        q = random_fp8(a, (batch, rows, heads, WIDTH))
+        return q.astype(jnp.bfloat16) if mxfp4 else q, keys, weights, lengths, table, schedule
 
     def call(function, q, keys, weights, lengths, table, schedule):
         takes = "schedule" in inspect.signature(function).parameters
@@ -112,11 +122,13 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False):
 
     name = f"h{heads} b{batch} next_n{rows} ctx{context} float32" + ("" if page_size == 64 else f" page{page_size}")
     pairs = batch * rows * context
+    q_bytes = 2 * WIDTH if mxfp4 else WIDTH
+    row_bytes = (IndexMXFP4 if mxfp4 else IndexFP8)(WIDTH).row_bytes
     return Case(
-        section=_PAGED, shape=name, operation="indexer_logits", function="paged_indexer_logits", make=make, call=call,
+        section=_PAGED_MXFP4 if mxfp4 else _PAGED, shape=name, operation="indexer_logits", function="paged_indexer_logits", make=make, call=call,
         check=check, flops=2.0 * pairs * heads * WIDTH,
-        bytes=batch * rows * heads * (WIDTH + 4) + batch * context * (WIDTH + 4) + 4.0 * pairs, peak="fp8",
-        compiled=compiled,
+        bytes=batch * rows * heads * (q_bytes + 4) + batch * context * row_bytes + 4.0 * pairs,
+        peak="bf16" if mxfp4 else "fp8", compiled=compiled,
     )  # fmt: skip
 
 
@@ -130,7 +142,7 @@ CASES = (
         for rows in (2048, 4096)
         for keys in lengths
     ],
-    _ragged(16, 2048, 32768, compiled=True),
+    _ragged(16, 2048, 32768),
     _ragged(8, 2048, 32768, compiled=True),
     *[
         _paged(heads, batch, 1, context, compiled=(batch, context) == (32, 65536))
@@ -141,8 +153,11 @@ CASES = (
     *[_paged(64, batch, 2, 65536, compiled=batch == 32) for batch in (1, 32, 128)],
     _paged(64, 32, 3, 65536, compiled=True),
     _paged(64, 32, 8, 65536),
-    _paged(16, 32, 1, 65536, compiled=True),
+    _paged(16, 32, 1, 65536),
     _paged(8, 32, 1, 65536, compiled=True),
     _paged(64, 32, 1, 65536, page_size=32, compiled=True),
     _paged(64, 32, 1, 65536, page_size=128, compiled=True),
+    *[_paged(heads, 32, 1, 65536, compiled=True, mxfp4=True) for heads in (64, 32)],
+    _paged(32, 1, 1, 65536, mxfp4=True),
+    _paged(32, 32, 1, 65536, page_size=32, compiled=True, mxfp4=True),
 )

@@ -194,6 +194,70 @@ def store_scores(
     store(out_ref, dots, weights, bounds, first, limit, column, *([scale] if scaled else []))
 
 
+def unpack_mxfp4(values_ref, exponents_ref):
+    """64 keys of MXFP4 in shared memory as bf16 [64, 128] in registers, for a wgmma; exact.
+
+    values_ref: uint8 [64, 64], two values a byte, low nibble first; exponents_ref: uint8 [4, 64], the 64 x 4 E8M0 bytes
+    in order. Column 8 o + 2 c + e of the result is value 32 c + 2 o + e of the key: lane c of a quad unpacks group c.
+    """
+
+    def twin(values_ref, exponents_ref):
+        packed = values_ref[...].astype(jnp.int32)
+        nibbles = jnp.stack([packed & 15, packed >> 4], axis=-1)  # [64, 64, 2]
+        kind, fraction = (nibbles >> 1) & 3, (nibbles & 1).astype(jnp.float32)
+        size = jnp.where(kind == 0, fraction / 2, (1 + fraction / 2) * (1 << jnp.maximum(kind - 1, 0)))
+        value = jnp.where(nibbles >= 8, -size, size).reshape(KEYS, 4, 16, 2)
+        exponent = exponents_ref[...].reshape(KEYS, 4, 1, 1).astype(jnp.int32)
+        scale = jax.lax.bitcast_convert_type(jnp.maximum(exponent << 23, 1 << 22), jnp.float32)
+        value = value * jnp.where(exponent == 255, jnp.nan, scale)
+        return value.swapaxes(1, 2).reshape(KEYS, 128).astype(jnp.bfloat16)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((KEYS, 128), jnp.bfloat16, layout=WGMMA),
+        twin=twin,
+    )
+    def unpack(_, values_ref, exponents_ref):
+        i8, i32 = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        thread = arith.remui(utils.thread_idx(), _i32(128))
+        lane = arith.remui(thread, _i32(32))
+        upper = arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(lane, _i32(4)))
+        quad = arith.remui(lane, _i32(4))
+        registers = np.empty((16, 2), dtype=object)
+        for half in range(2):
+            key = arith.addi(upper, _i32(8 * half))
+            at = arith.addi(arith.muli(key, _i32(64)), arith.muli(quad, _i32(16)))
+            words = llvm.load(
+                ir.VectorType.get((4,), i32), utils.getelementptr(utils.memref_ptr(values_ref), [at], i8), alignment=16
+            )
+            at = arith.addi(arith.muli(key, _i32(4)), quad)
+            exponent = arith.extui(i32, llvm.load(i8, utils.getelementptr(utils.memref_ptr(exponents_ref), [at], i8)))
+            # The bits of 2 ** (exponent - 127) in bf16: exponent 0 is subnormal, 255 is NaN.
+            scale = arith.maxsi(arith.shli(exponent, _i32(7)), _i32(0x40))
+            nan = arith.cmpi(arith.CmpIPredicate.eq, exponent, _i32(255))
+            scale = arith.select(nan, _i32(0x7FC0), scale)
+            scale = llvm.bitcast(pair, arith.ori(scale, arith.shli(scale, _i32(16))))
+            for i, word in enumerate(_elements(words)):
+                for part in range(2):  # four values at a time
+                    four = arith.shrui(word, _i32(16 * part))
+                    chosen = arith.andi(four, _i32(0x7777))
+                    # Bytes of the bf16 of 0, 0.5, 1, 1.5, 2, 3, 4, 6, picked by the values' lower three bits.
+                    high = _permute(0x3F3F3F00, 0x40404040, chosen)
+                    low = _permute(0xC0800000, 0xC0804000, chosen)
+                    for j, (selector, shifts) in enumerate(((0x5140, (12, 24)), (0x7362, (4, 16)))):
+                        bits = _permute(low, high, selector)
+                        for shift, mask in zip(shifts, (0x8000, 0x80000000)):
+                            bits = arith.ori(bits, arith.andi(arith.shli(four, _i32(shift)), _i32(mask)))
+                        registers[4 * i + 2 * part + j, half] = arith.mulf(llvm.bitcast(pair, bits), scale)
+        layout = WGMMA.to_mgpu()
+        return mgpu.FragmentedArray(
+            _registers=registers.reshape(layout.registers_shape((KEYS, 128))), _layout=layout, _is_signed=None
+        )
+
+    return unpack(values_ref, exponents_ref)
+
+
 def fill(out_ref, row, begin, end):
     """Stores -inf to the columns [begin, end) of row `row` of `out_ref`, by one warpgroup. A row outside is left out."""
     rows, columns = out_ref.shape
@@ -232,7 +296,7 @@ def _bf16(x):
 
 def _i32(value):
     i32 = ir.IntegerType.get_signless(32)
-    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value - 2**32 if value >= 2**31 else value))
 
 
 def _elements(register):
@@ -244,6 +308,13 @@ def _elements(register):
 def _f32(value):
     f32 = ir.F32Type.get()
     return arith.constant(f32, ir.FloatAttr.get(f32, value))
+
+
+def _permute(low, high, selector):
+    """prmt: four bytes of the eight in `low` and `high`, one for each of the lower four nibbles of `selector`."""
+    operands = [_i32(value) if isinstance(value, int) else value for value in (low, high, selector)]
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _round(x):

@@ -9,6 +9,7 @@ products of each of its values: with half as many L2 would be the limit.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jaxtyping import Array, Int32
 
 from pallas_kernels import mosaic
 from pallas_kernels.indexer_logits import lanes
-from pallas_kernels.records import IndexFP8
+from pallas_kernels.records import IndexFP8, IndexMXFP4
 
 WIDTH = 128
 HEADS = (8, 16, 32, 64)
@@ -66,7 +67,97 @@ class TuningConfig:
 
 
 RAGGED = TuningConfig(columns=128, groups=1, math=4, stages=8, runs=4, unroll=1)
-PAGED = TuningConfig(columns=128, groups=1, math=4, stages=12, runs=1, unroll=1)
+PAGED = TuningConfig(columns=128, groups=1, math=2, stages=10, runs=1, unroll=1)
+PAGED_MANY = TuningConfig(columns=128, groups=1, math=4, stages=12, runs=1, unroll=1)  # more rows than one block holds
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fp8Pages:
+    """Pages of IndexFP8: tiles of FP8 values with a scale a key, by TMA straight to where the tensor cores read them."""
+
+    page_size: int
+    stride: int
+    query_dtype = FP8
+    query_tile = _FP8_TILE
+    copies = 2
+    in_registers = False
+
+    def queries(self, q):
+        return q
+
+    def views(self, pages):
+        """FP8 rows of 128 bytes (the rows of scales among them), and float32 [pages, stride / 4]."""
+        values = lax.bitcast_convert_type(pages, FP8).reshape(-1, WIDTH)
+        return values, lax.bitcast_convert_type(pages.reshape(pages.shape[0], -1, 4), jnp.float32)
+
+    def tiles(self, stages):
+        return [mosaic.row_tile((stages, lanes.KEYS, WIDTH), FP8), plgpu.SMEM((stages, lanes.KEYS), jnp.float32)]
+
+    def load(self, views, tiles, page, row, slot, start, count, barrier):
+        """Keys row .. row + count - 1 of a page to rows start .. of a tile."""
+        values, scales = views
+        to = pl.ds(start, count)
+        rows = mosaic.row_tile_views(tiles[0])[1]
+        from_row = page * (self.stride // WIDTH) + row
+        plgpu.copy_gmem_to_smem(values.at[pl.ds(from_row, count)], rows.at[slot, to], barrier)
+        from_scale = pl.ds(self.page_size * WIDTH // 4 + row, count)
+        plgpu.copy_gmem_to_smem(scales.at[page, from_scale], tiles[1].at[slot, to], barrier)
+
+    def operand(self, tiles, slot):
+        return mosaic.row_tile_views(tiles[0])[0].at[slot]
+
+    def scale(self, tiles, slot):
+        return plgpu.load(tiles[1].at[slot], layout=lanes.PER_KEY)
+
+
+@dataclasses.dataclass(frozen=True)
+class _MxFp4Pages:
+    """Pages of IndexMXFP4: packed tiles by TMA, unpacked in registers to bf16, exactly, for a bf16 wgmma.
+
+    A thread unpacks groups of 32 values under one exponent. It holds them as the wgmma of other columns, so the queries'
+    columns are moved to match: the order of a dot product's terms is free.
+    """
+
+    page_size: int
+    stride: int
+    query_dtype = jnp.bfloat16
+    query_tile = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    copies = 2
+    in_registers = True
+
+    def queries(self, q):
+        return q.reshape(*q.shape[:-1], 4, 16, 2).swapaxes(-3, -2).reshape(q.shape)
+
+    def views(self, pages):
+        """Rows of 64 bytes: a page's values, then its exponents, sixteen keys a row."""
+        return (pages.reshape(-1, WIDTH // 2),)
+
+    def tiles(self, stages):
+        packed = [plgpu.SMEM((stages, lanes.KEYS, WIDTH // 2), jnp.uint8), plgpu.SMEM((stages, 4, 64), jnp.uint8)]
+        if not mosaic.is_interpreted():
+            return packed
+        # The interpreter's wgmma takes no operand in registers: it gets one in memory.
+        return [*packed, plgpu.SMEM((stages, lanes.KEYS, WIDTH), jnp.bfloat16, transforms=self.query_tile)]
+
+    def load(self, views, tiles, page, row, slot, start, count, barrier):
+        (rows,) = views
+        from_row = page * (self.stride // (WIDTH // 2))
+        plgpu.copy_gmem_to_smem(rows.at[pl.ds(from_row + row, count)], tiles[0].at[slot, pl.ds(start, count)], barrier)
+        exponents = pl.ds(from_row + self.page_size + row // 16, count // 16)
+        plgpu.copy_gmem_to_smem(rows.at[exponents], tiles[1].at[slot, pl.ds(start // 16, count // 16)], barrier)
+
+    def operand(self, tiles, slot):
+        unpacked = lanes.unpack_mxfp4(tiles[0].at[slot], tiles[1].at[slot])
+        if not mosaic.is_interpreted():
+            return unpacked
+        tiles[2][slot] = unpacked
+        return tiles[2].at[slot]
+
+    def scale(self, tiles, slot):
+        return None
+
+
+FP8_TILES = _Fp8Pages(64, 64 * 132)  # for scratch that does not depend on the pages
 
 
 @jax.tree_util.register_dataclass
@@ -94,15 +185,18 @@ def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=
 
 
 def paged_indexer_logits(
-    q, keys, weights, *, context_lens, block_table, rounding=None, schedule=None, config=PAGED
+    q, keys, weights, *, context_lens, block_table, rounding=None, schedule=None, config=None
 ):
-    """See `pallas_kernels.indexer_logits.paged_indexer_logits`. FP8 queries, IndexFP8 keys of width 128.
+    """See `pallas_kernels.indexer_logits.paged_indexer_logits`. Width 128; float32 accumulation.
 
-    schedule: of `make_schedule` for the same context_lens; None makes it here.
+    FP8 queries with IndexFP8 keys, or bf16 queries with IndexMXFP4 keys. schedule: of `make_schedule` for the same context_lens; None makes it here. config: None picks PAGED or PAGED_MANY,
+    which take the same schedule.
     """
     batch, rows, heads, width = q.shape
-    require(heads, width, q.dtype)
-    require_pages(keys)
+    kind = _pages(keys)
+    require(heads, width, q.dtype, kind.query_dtype)
+    if config is None:
+        config = PAGED if rows * heads <= PAGED.columns else PAGED_MANY
     if 0 in (batch, rows, block_table.shape[1]):
         return jnp.full((batch, rows, block_table.shape[1] * keys.page_size), -jnp.inf, jnp.float32)
     if schedule is None:
@@ -201,7 +295,10 @@ def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
                     queries=queries, heads=heads, rounding=rounding,
                 )  # fmt: skip
 
-            ring = (k_s, scale_s if scaled else None, full, empty)
+            ring = Ring(
+                full, empty, lambda slot: k_s.at[slot],
+                lambda slot: plgpu.load(scale_s.at[slot], layout=lanes.PER_KEY) if scaled else None,
+            )  # fmt: skip
             score_tiles(finish, q_s, ring, wg, begin, stop, 0, config)
             share, shares = split * config.math + wg, splits * config.math
             for j in range(scored):
@@ -220,7 +317,9 @@ def _ragged(q, k, weights, row_start, row_end, k_scale, rounding, config):
         scratch_types=[
             plgpu.SMEM((config.groups, columns, WIDTH), FP8, transforms=_FP8_TILE),
             plgpu.SMEM((config.groups, columns), jnp.float32),
-            *_ring(1 + scaled, config),
+            mosaic.row_tile((config.stages, lanes.KEYS, WIDTH), FP8),
+            plgpu.SMEM((config.stages, lanes.KEYS), jnp.float32),
+            *_ring_barriers(1 + scaled, config),
             plgpu.Barrier(num_arrivals=2 * config.groups),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -242,12 +341,12 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
     threads = schedule.first.shape[0] - 1
     pieces = max(1, lanes.KEYS // page_size)  # pages of a tile, or 1 where a page has several tiles
     piece = lanes.KEYS // pieces
-    value_rows, scale_at = keys.pages.shape[1] // WIDTH, page_size * WIDTH // 4
+    kind = _pages(keys)
+    views = kind.views(keys.pages)
     stored = -(-total // lanes.KEYS) * lanes.KEYS if mosaic.is_interpreted() else total
 
-    def body(q_ref, k_ref, scale_ref, w_ref, length_ref, table_ref, segment_ref, first_ref, *refs):
-        out_ref, q_s, w_s, k_s, scale_s, full, empty, ready, used = refs
-        k_s, k_rows_s = mosaic.row_tile_views(k_s)
+    def body(q_ref, w_ref, length_ref, table_ref, segment_ref, first_ref, *refs):
+        view_refs, (out_ref, q_s, w_s, *tiles, full, empty, ready, used) = refs[: len(views)], refs[len(views) :]
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
         begin, stop = first_ref[thread], first_ref[thread + 1]
 
@@ -262,13 +361,7 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                 entry = jnp.minimum(position // page_size, block_table.shape[1] - 1)
                 page = jnp.clip(table_ref[request, entry], 0, pages - 1)
                 row = lax.rem(position, page_size)
-                to = pl.ds(i * piece, piece)
-                plgpu.copy_gmem_to_smem(
-                    k_ref.at[pl.ds(page * value_rows + row, piece)], k_rows_s.at[slot, to], full.at[slot]
-                )
-                plgpu.copy_gmem_to_smem(
-                    scale_ref.at[page, pl.ds(scale_at + row, piece)], scale_s.at[slot, to], full.at[slot]
-                )
+                kind.load(view_refs, tiles, page, row, slot, i * piece, piece, full.at[slot])
 
         def produce():
             plgpu.set_max_registers(config.registers[0], action="decrease")
@@ -304,7 +397,7 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                 bounds = lanes.load_bounds(None, length_ref, first, limit, queries=queries)
                 plgpu.barrier_wait(ready.at[at])
                 w = plgpu.load(w_s.at[at], layout=lanes.PER_COLUMN)
-                mosaic.release_reads()
+                mosaic.fence_proxies()
 
                 def finish(_, dots, scale, tile):
                     lanes.store_scores(
@@ -312,7 +405,10 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
                         queries=queries, heads=heads, rounding=rounding,
                     )  # fmt: skip
 
-                ring = (k_s, scale_s, full, empty)
+                ring = Ring(
+                    full, empty, functools.partial(kind.operand, tiles), functools.partial(kind.scale, tiles),
+                    in_registers=kind.in_registers,
+                )  # fmt: skip
                 score_tiles(finish, q_s.at[pl.ds(at, 1)], ring, wg, low, high, scored, config)
                 plgpu.barrier_arrive(used.at[at])
                 return scored + high - low
@@ -328,42 +424,49 @@ def _paged(q, keys, weights, context_lens, block_table, schedule, rounding, conf
         grid_names=("thread",),
         num_threads=config.math + 1,
         thread_name="wg",
-        scratch_types=paged_scratch(columns, 2 * pieces, config),
+        scratch_types=paged_scratch(columns, kind, kind.copies * pieces, config),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
-        q.reshape(batch, rows * heads, WIDTH),
-        *page_views(keys),
+        kind.queries(q).reshape(batch, rows * heads, WIDTH),
         weights.astype(jnp.float32).reshape(batch, rows * heads),
-        context_lens.reshape(-1), block_table, schedule.segments, schedule.first,
+        context_lens.reshape(-1), block_table, schedule.segments, schedule.first, *views,
     )  # fmt: skip
     return scores[:, :total].reshape(batch, rows, total)
 
 
-def page_views(keys):
-    """Pages of IndexFP8 as FP8 rows of 128 bytes (the rows of scales among them) and as float32 [pages, stride / 4]."""
-    values = lax.bitcast_convert_type(keys.pages, FP8).reshape(-1, WIDTH)
-    return values, lax.bitcast_convert_type(keys.pages.reshape(keys.pages.shape[0], -1, 4), jnp.float32)
-
-
-def paged_scratch(columns, copies, config):
+def paged_scratch(columns, kind, copies, config):
     """Queries and weights of two segments, the ring, and barriers that say a segment's queries are ready or used."""
     return [
-        plgpu.SMEM((2, columns, WIDTH), FP8, transforms=_FP8_TILE),
+        plgpu.SMEM((2, columns, WIDTH), kind.query_dtype, transforms=kind.query_tile),
         plgpu.SMEM((2, columns), jnp.float32),
-        *_ring(copies, config),
+        *kind.tiles(config.stages),
+        *_ring_barriers(copies, config),
         plgpu.Barrier(num_arrivals=2, num_barriers=2),
         plgpu.Barrier(num_arrivals=config.math, num_barriers=2),
     ]
 
 
-def _ring(copies, config):
-    """Tiles of keys and their scales, and the barriers that say a tile is full or empty."""
+def _ring_barriers(copies, config):
+    """Barriers that say a tile is full or empty."""
     return [
-        mosaic.row_tile((config.stages, lanes.KEYS, WIDTH), FP8),
-        plgpu.SMEM((config.stages, lanes.KEYS), jnp.float32),
         plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
         plgpu.Barrier(num_barriers=config.stages),
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """How a math warpgroup gets at tiles: barriers, the wgmma's left operand and the keys' scales (or None) of a slot.
+
+    in_registers: the operand is an array, and the slot is free once it is made. copied: tiles come by cp.async, not TMA.
+    """
+
+    full: Any
+    empty: Any
+    operand: Callable
+    scale: Callable
+    in_registers: bool = False
+    copied: bool = False
 
 
 def load_tiles(load, begin, stop, loaded, empty, config, after=lambda loaded: None):
@@ -394,7 +497,6 @@ def drain(loaded, empty, config):
 
 def score_tiles(finish, q_s, ring, wg, begin, stop, scored, config):
     """Warpgroup `wg`'s tiles of [begin, stop), `scored` tiles having gone before: keys x columns, then `finish`."""
-    k_s, scale_s, full, empty = ring
     groups, columns = q_s.shape[:2]
     skipped = lax.rem(wg + config.math - lax.rem(jnp.int32(scored), config.math), config.math)
     count = (stop - begin - skipped + config.math - 1) // config.math
@@ -405,28 +507,34 @@ def score_tiles(finish, q_s, ring, wg, begin, stop, scored, config):
         steps = [(u, g) for u in range(tiles) for g in range(groups)]
         at = [begin + skipped + (first + u) * config.math for u in range(tiles)]
         slot = [lax.rem(scored + tile - begin, config.stages) for tile in at]
-
-        scales = {}
+        operands, scales = {}, {}
 
         def reduce(n, acc, following):
             u, g = steps[n]
             dots = plgpu.wgmma_accumulator_load(acc, wait_n=following)
-            if g == 0 and scale_s is not None:
-                scales[u] = plgpu.load(scale_s.at[slot[u]], layout=lanes.PER_KEY)
-                mosaic.release_reads()
-            if g == groups - 1:
-                plgpu.barrier_arrive(empty.at[slot[u]])
+            if g == 0 and not ring.in_registers:
+                scales[u] = ring.scale(slot[u])
+                if scales[u] is not None:
+                    mosaic.fence_proxies()
+            if g == groups - 1 and not ring.in_registers:
+                plgpu.barrier_arrive(ring.empty.at[slot[u]])
             finish(g, dots, scales.get(u), at[u])
 
         def run(n, before):
             u, g = steps[n]
             if g == 0:
-                plgpu.barrier_wait(full.at[slot[u]])
+                plgpu.barrier_wait(ring.full.at[slot[u]])
+                if ring.copied:
+                    mosaic.fence_proxies()
+                operands[u] = ring.operand(slot[u])
+                if ring.in_registers:
+                    mosaic.fence_proxies()
+                    plgpu.barrier_arrive(ring.empty.at[slot[u]])
 
             # The accumulator is made here, right in front of its wgmma: earlier it would cost registers, and anything in
             # between would cost the instructions that set it to zero.
             def scope(acc):
-                plgpu.wgmma(acc, k_s.at[slot[u]], q_s.at[g].T)
+                plgpu.wgmma(acc, operands[u], q_s.at[g].T)
                 if before is not None:
                     reduce(n - 1, before, 1)
                 if n + 1 < len(steps) and config.unroll > 1:
@@ -473,22 +581,33 @@ def fill_unseen(out_ref, length_ref, rows, queries, share, shares):
     lax.fori_loop(0, (count - share + shares - 1) // shares, step, None)
 
 
-def require(heads, width, dtype):
+def require(heads, width, dtype, wanted=FP8):
     """Raises NotImplementedError unless queries of this kind are carried."""
     if heads not in HEADS or width != WIDTH:
         raise NotImplementedError(
             f"the sm90 kernel takes {', '.join(map(str, HEADS))} heads of width {WIDTH}, and q has {heads} of {width}."
         )
-    if dtype != FP8:
-        raise NotImplementedError(f"the sm90 kernel takes float8_e4m3fn queries, not {dtype}.")
+    if dtype != wanted:
+        raise NotImplementedError(f"the sm90 kernel takes {jnp.dtype(wanted)} queries here, not {dtype}.")
 
 
-def require_pages(keys):
-    """Raises NotImplementedError unless `keys` are pages that the kernels read."""
+def fp8_pages(keys) -> _Fp8Pages:
+    """What the kernels need to know of IndexFP8 pages. Raises NotImplementedError for pages that they do not read."""
     if not isinstance(keys.format, IndexFP8):
-        raise NotImplementedError(f"the sm90 kernel reads IndexFP8 keys, not {keys.format}.")
-    if keys.page_size not in PAGE_SIZES or keys.pages.shape[1] % 128:
+        raise NotImplementedError(f"the sm90 kernel reads IndexFP8 keys here, not {keys.format}.")
+    return _checked(_Fp8Pages(keys.page_size, keys.pages.shape[1]), 128)
+
+
+def _pages(keys):
+    if isinstance(keys.format, IndexMXFP4):
+        return _checked(_MxFp4Pages(keys.page_size, keys.pages.shape[1]), 64)
+    return fp8_pages(keys)
+
+
+def _checked(kind, unit):
+    if kind.page_size not in PAGE_SIZES or kind.stride % unit:
         raise NotImplementedError(
-            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of 128 "
-            f"bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
+            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of {unit} "
+            f"bytes, not of {kind.page_size} rows with stride {kind.stride}."
         )
+    return kind
