@@ -2,7 +2,12 @@
 
 import importlib.util
 import json
+import os
 from pathlib import Path
+
+# Before jax makes its CPU client: an interpreted GPU kernel takes a thread of it per warpgroup, and with fewer threads
+# (there are as many as cores) it never ends.
+os.environ.setdefault("NPROC", "8")
 
 import jax
 import jaxtyping

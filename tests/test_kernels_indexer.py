@@ -1,9 +1,5 @@
 """The kernels of the indexer's scores, interpreted with race detection, against the plain references."""
 
-import os
-
-os.environ.setdefault("NPROC", "8")  # threads for the interpreter's warpgroups, before jax makes its CPU client
-
 import jax
 import jax.numpy as jnp
 import numpy as np

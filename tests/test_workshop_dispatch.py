@@ -1,9 +1,5 @@
 """Dispatch, the GPU interpreter and the compile report, on kernels of a few lines."""
 
-import os
-
-os.environ.setdefault("NPROC", "8")  # threads for the interpreter's warpgroups, before jax makes its CPU client
-
 import sys
 import types
 
