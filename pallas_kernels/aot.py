@@ -92,7 +92,8 @@ class CompileReport:
                 f"{k.target:6}  {k.registers:9}  {spills:6}  {k.smem:5}  {k.tmem:4}  {k.kernel}: "
                 f"{k.section}, {k.shape} | {counts}"
             )
-        lines += [f"{target:6}  not carried: {section}, {shape}: {why}" for target, section, shape, why in self.unsupported]
+        for target, section, shape, why in self.unsupported:
+            lines.append(f"{target:6}  not carried: {section}, {shape}: {why}")
         return "\n".join(lines)
 
 
@@ -105,8 +106,8 @@ def missing() -> str | None:
             found = None
         if found is None:
             return (
-                f"Compiling for a GPU that is not here needs the Python package {name}, which is not installed. It comes "
-                "with the test extra on Linux x86-64: pip install 'dsa-jax[test]'."
+                f"Compiling for a GPU that is not here needs the Python package {name}, which is not installed. It "
+                "comes with the test extra on Linux x86-64: pip install 'dsa-jax[test]'."
             )
     return None
 

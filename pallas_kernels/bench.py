@@ -98,12 +98,12 @@ def measure(case: Case, family: str, iterations: int = 20, xla: bool = True) -> 
 
 def table(rows: Iterable[Row]) -> str:
     """The rows as a text table."""
-    lines = [f"{'shape':44} {'cold us':>9} {'hot us':>9} {'TFLOP/s':>8} {'GB/s':>6} {'floor us':>9} {'XLA us':>10} {'err':>8}"]
+    names = ("cold us", "hot us", "TFLOP/s", "GB/s", "floor us", "XLA us", "err")
+    lines = [f"{'shape':44} " + " ".join(f"{name:>10}" for name in names)]
     for r in rows:
         plain = f"{r.us_xla:10.1f}" if r.us_xla is not None else f"{'-':>10}"
-        lines.append(
-            f"{r.shape:44} {r.us:9.1f} {r.us_hot:9.1f} {r.tflops:8.0f} {r.gbs:6.0f} {r.floor_us:9.1f} {plain} {r.err:8.1e}"
-        )
+        ours = f"{r.us:10.1f} {r.us_hot:10.1f} {r.tflops:10.0f} {r.gbs:10.0f} {r.floor_us:10.1f}"
+        lines.append(f"{r.shape:44} {ours} {plain} {r.err:10.1e}")
     return "\n".join(lines)
 
 

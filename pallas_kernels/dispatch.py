@@ -41,7 +41,8 @@ def preferred(implementation: str | None):
 def _check_name(operation: str, implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation={implementation!r} of {operation} is not known. Allowed: None, {', '.join(IMPLEMENTATIONS)}."
+            f"implementation={implementation!r} of {operation} is not known. Allowed: None, "
+            f"{', '.join(IMPLEMENTATIONS)}."
         )
 
 

@@ -66,7 +66,7 @@ def row_tile(shape: tuple[int, ...], dtype):
     """Scratch for tiles of rows of 128 bytes [..., rows, 128 bytes] that tensor cores read and TMA fills from any row.
 
     Tensor cores want a tiling of 8 rows, and TMA into a tiled reference only starts at every eighth row of device
-    memory. With rows of 128 bytes both have the same bytes, so the scratch is both: take it apart with `row_tile_views`.
+    memory. With rows of 128 bytes both have the same bytes, so the scratch is both: `row_tile_views` takes it apart.
     """
     width = 128 // jnp.dtype(dtype).itemsize
     if shape[-1] != width:
@@ -84,14 +84,14 @@ def row_tile_views(ref):
 
 
 def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *, size: int, scale_layout):
-    """Starts copying the 64 rows of blocks of `size` rows, 128 bytes each, into one tile, by all of a warpgroup (cp.async).
+    """Starts copying 64 rows of 128 bytes, in blocks of `size` rows, into one tile, by all of a warpgroup (cp.async).
 
     tile_ref: [64, 128 bytes] of the TMA view of a `row_tile`; rows_ref: device memory [rows, 128 bytes]. Block i of the
     tile starts at row ``places_ref[offset + i]`` (int32 in shared memory); rows before the first or behind the last are
     taken as those. scale_ref
-    float32 [64] gets the scale of every row (None, as scales_ref: no scales). scale_layout: (rows a page, scales a page,
-    first scale of a page), of which row r has scale ``r // rows * scales + first + r % rows`` of scales_ref. The copies
-    of one call are one group of `wait_copies`.
+    float32 [64] gets the scale of every row (None, as scales_ref: no scales). scale_layout: (rows a page, scales a
+    page, first scale of a page), of which row r has scale ``r // rows * scales + first + r % rows`` of scales_ref. The
+    copies of one call are one group of `wait_copies`.
     """
     scaled = scale_ref is not None
     page_rows, page_scales, first = scale_layout
@@ -136,9 +136,8 @@ def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *
             scale_row = arith.remui(thread, constant(64))
             source = place(scale_row)
             page = arith.divui(source, constant(page_rows))
-            scale = arith.addi(
-                arith.muli(page, constant(page_scales)), arith.addi(constant(first), arith.remui(source, constant(page_rows)))
-            )
+            within = arith.addi(constant(first), arith.remui(source, constant(page_rows)))
+            scale = arith.addi(arith.muli(page, constant(page_scales)), within)
         for row, source in zip(rows, sources):
             begin = arith.addi(wide(source, 128), arith.extui(i64, arith.muli(part, constant(16))))
             nvvm.cp_async_shared_global(

@@ -29,7 +29,8 @@ def agree(found, wanted):
     visible = ~np.isneginf(wanted)
     if visible.any():
         scale = np.abs(wanted[visible]).max()
-        np.testing.assert_allclose(found[visible], wanted[visible], rtol=0, atol=tolerances.of("kernels_indexer.logits") * scale)
+        bound = tolerances.of("kernels_indexer.logits") * scale
+        np.testing.assert_allclose(found[visible], wanted[visible], rtol=0, atol=bound)
 
 
 def queries(rng, *shape):
@@ -176,7 +177,8 @@ def test_ragged_candidates_up_to_the_last_key(monkeypatch):
     ids = np.stack([rng.permutation(8) for _ in range(3)]).astype(np.int32)
     candidates = expand_candidates(jnp.asarray(ids), jnp.asarray(end - start), 8)
     arguments = dict(row_start=jnp.asarray(start), row_end=jnp.asarray(end), k_scale=scale)
-    found = interpreted(candidate_sm90.ragged_candidate_logits, q, k, weights, candidates, config=CANDIDATE, **arguments)
+    function = candidate_sm90.ragged_candidate_logits
+    found = interpreted(function, q, k, weights, candidates, config=CANDIDATE, **arguments)
     agree(found, ragged_candidate_logits(q, k, weights, candidates, implementation="reference", **arguments))
 
 

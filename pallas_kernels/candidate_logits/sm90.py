@@ -1,8 +1,8 @@
 """Indexer scores of candidate blocks on Hopper: as the dense kernel, on keys gathered by cp.async.
 
-Every query row has blocks of its own, so a thread block scores one row at a time; runs of columns of all rows, laid end
-to end, are dealt out evenly. The producer warpgroup gathers eight or four blocks into a tile of 64 keys and keeps several
-tiles under way; what follows is `indexer_logits.sm90`.
+Every query row has blocks of its own, so a thread block scores one row at a time; runs of columns of all rows, laid
+end to end, are dealt out evenly. The producer warpgroup gathers eight or four blocks into a tile of 64 keys and keeps
+several tiles under way; what follows is `indexer_logits.sm90`.
 """
 
 import dataclasses
@@ -30,8 +30,8 @@ _LISTED = 256  # blocks whose places are in shared memory at a time
 class CandidateSchedule:
     """What all layers that score the same candidates share; made once per step.
 
-    runs: `indexer_logits.sm90.Schedule` of the visible columns. visible: int32 [R], columns of a row that hold a visible
-    position. places: int32 [R * tiles * blocks a tile], the row of 128 bytes where a block's keys start.
+    runs: `indexer_logits.sm90.Schedule` of the visible columns. visible: int32 [R], columns of a row that hold a
+    visible position. places: int32 [R * tiles * blocks a tile], the row of 128 bytes where a block's keys start.
     """
 
     runs: Any
@@ -89,7 +89,7 @@ def ragged_candidate_logits(
 
 
 def make_schedule(candidates, keys, *, context_lens, block_table, heads: int, config=CONFIG) -> CandidateSchedule:
-    """The schedule of paged candidates [B, N, C]: where their blocks lie in the pages of `keys`, and who scores them."""
+    """The schedule of paged candidates [B, N, C]: where their blocks lie in pages of `keys`, and who scores them."""
     position = candidates.blocks * candidates.block_size
     request = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None, None]
     entry = jnp.where(position < 0, -1, request * block_table.shape[1] + position // keys.page_size)
@@ -204,9 +204,11 @@ def _score(q, keys, scales, weights, schedule, blocks, size, layout, rounding, c
             mosaic.wait_copies(0)
             lax.fori_loop(jnp.maximum(loaded - _AHEAD, 0), loaded, lambda tile, _: arrive(tile), None)
             dense.drain(loaded, empty, config)
-            lax.fori_loop(
-                jnp.maximum(begin, stop - 2), stop, lambda i, _: plgpu.barrier_wait(used.at[lax.rem(i - begin, 2)]), None
-            )
+
+            def see_used(i, _):
+                plgpu.barrier_wait(used.at[lax.rem(i - begin, 2)])
+
+            lax.fori_loop(jnp.maximum(begin, stop - 2), stop, see_used, None)
 
         def math():
             plgpu.set_max_registers(config.registers[1], action="increase")

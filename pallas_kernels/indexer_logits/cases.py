@@ -125,7 +125,8 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
     q_bytes = 2 * WIDTH if mxfp4 else WIDTH
     row_bytes = (IndexMXFP4 if mxfp4 else IndexFP8)(WIDTH).row_bytes
     return Case(
-        section=_PAGED_MXFP4 if mxfp4 else _PAGED, shape=name, operation="indexer_logits", function="paged_indexer_logits", make=make, call=call,
+        section=_PAGED_MXFP4 if mxfp4 else _PAGED, shape=name, operation="indexer_logits",
+        function="paged_indexer_logits", make=make, call=call,
         check=check, flops=2.0 * pairs * heads * WIDTH,
         bytes=batch * rows * heads * (q_bytes + 4) + batch * context * row_bytes + 4.0 * pairs,
         peak="bf16" if mxfp4 else "fp8", compiled=compiled,

@@ -1,9 +1,9 @@
 """The part of the Hopper logits kernels that is written lane by lane, each piece with its twin for the interpreter.
 
-A warpgroup holds 64 keys x (queries x heads) dot products in the layout of a wgmma accumulator: lane `l` of warp `w` has
-rows ``16 w + l // 4`` and eight further down, and of every eight columns the two at ``2 * (l % 4)``. The four lanes of a
-quad therefore share two keys, and each holds a quarter of the heads. They sum over their heads, then exchange sums so
-that each lane ends with the whole sum of other queries and stores those: no value is computed or stored twice.
+A warpgroup holds 64 keys x (queries x heads) dot products in the layout of a wgmma accumulator: lane `l` of warp `w`
+has rows ``16 w + l // 4`` and eight further down, and of every eight columns the two at ``2 * (l % 4)``. The four lanes
+of a quad therefore share two keys, and each holds a quarter of the heads. They sum over their heads, then exchange sums
+so that each lane ends with the whole sum of other queries and stores those: nothing is computed or stored twice.
 """
 
 import jax
@@ -160,7 +160,8 @@ def store_scores(
 
         # What this lane owns: queries quad, quad + 4, ... or, of few queries, also only one half of the keys.
         first, limit, column = mosaic.scalar(first), mosaic.scalar(limit), mosaic.scalar(column)
-        upper = arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(arith.remui(thread, _i32(32)), _i32(4)))
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        upper = arith.addi(arith.muli(warp, _i32(16)), arith.divui(lane, _i32(4)))
         owned = bits[1] if queries == 2 else bits[0]  # the bit that says which half of the keys, for few queries
         base = mosaic.global_pointer(out_ref)
         scale = [_elements(s)[0] for s in scale[0].registers.flat] if scaled else None
@@ -169,7 +170,8 @@ def store_scores(
             start, end = _elements(bounds.registers.flat[group])
             query = arith.addi(quad, _i32(4 * group)) if queries >= 4 else arith.remui(quad, _i32(queries))
             score = _round(score) if rounding else score
-            key = arith.addi(upper, _i32(8 * half)) if queries >= 4 else arith.addi(upper, arith.select(owned, _i32(8), _i32(0)))
+            lower = _i32(8 * half) if queries >= 4 else arith.select(owned, _i32(8), _i32(0))
+            key = arith.addi(upper, lower)
             if scaled:
                 factor = scale[half] if queries >= 4 else arith.select(owned, scale[1], scale[0])
                 score = arith.mulf(score, factor)
@@ -259,7 +261,7 @@ def unpack_mxfp4(values_ref, exponents_ref):
 
 
 def fill(out_ref, row, begin, end):
-    """Stores -inf to the columns [begin, end) of row `row` of `out_ref`, by one warpgroup. A row outside is left out."""
+    """Stores -inf to the columns [begin, end) of row `row` of `out_ref`, by one warpgroup. Not to a row outside."""
     rows, columns = out_ref.shape
 
     def twin(out_ref, row, begin, end):
@@ -274,7 +276,8 @@ def fill(out_ref, row, begin, end):
     def store(_, out_ref, row, begin, end):
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
         row, begin, end = mosaic.scalar(row), mosaic.scalar(begin), mosaic.scalar(end)
-        end = arith.select(arith.cmpi(arith.CmpIPredicate.slt, row, _i32(rows)), arith.minsi(end, _i32(columns)), _i32(0))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(rows))
+        end = arith.select(inside, arith.minsi(end, _i32(columns)), _i32(0))
         nothing = _f32(float("-inf"))
         start = arith.addi(begin, arith.remui(utils.thread_idx(), _i32(128)))
         offset = arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns)))

@@ -1,8 +1,8 @@
 """Indexer scores on Blackwell: FP8 tcgen05 products into TMEM, TMA loads.
 
-Four warpgroups to a thread block: one loads tiles of 128 keys by TMA, one issues the products (keys are the rows, (query,
-head) pairs the columns), two take turns in reducing an accumulator from TMEM to scores. A thread block scores the query
-rows of one block against one of a few equal runs of their visible keys.
+Four warpgroups to a thread block: one loads tiles of 128 keys by TMA, one issues the products (keys are the rows,
+(query, head) pairs the columns), two take turns in reducing an accumulator from TMEM to scores. A thread block scores
+the query rows of one block against one of a few equal runs of their visible keys.
 
 No Blackwell GPU was at hand: the kernel is compiled for one and interpreted, and its speed is not known.
 """
@@ -51,8 +51,8 @@ def paged_indexer_logits(q, keys, weights, *, context_lens, block_table, roundin
     _require(heads, width, q.dtype)
     if keys.page_size not in sm90.PAGE_SIZES or keys.pages.shape[1] % WIDTH:
         raise NotImplementedError(
-            f"the sm100 kernel reads pages of {', '.join(map(str, sm90.PAGE_SIZES))} rows whose stride is a multiple of "
-            f"{WIDTH} bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
+            f"the sm100 kernel reads pages of {', '.join(map(str, sm90.PAGE_SIZES))} rows whose stride is a multiple "
+            f"of {WIDTH} bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
         )
     if 0 in (batch, rows, block_table.shape[1]):
         return jnp.full((batch, rows, block_table.shape[1] * keys.page_size), -jnp.inf, jnp.float32)
@@ -260,7 +260,8 @@ def _round(x):
 def _require(heads, width, dtype):
     if heads not in sm90.HEADS or width != WIDTH:
         raise NotImplementedError(
-            f"the sm100 kernel takes {', '.join(map(str, sm90.HEADS))} heads of width {WIDTH}, and q has {heads} of {width}."
+            f"the sm100 kernel takes {', '.join(map(str, sm90.HEADS))} heads of width {WIDTH}, and q has {heads} of "
+            f"{width}."
         )
     if dtype != sm90.FP8:
         raise NotImplementedError(f"the sm100 kernel takes float8_e4m3fn queries, not {dtype}.")

@@ -1,10 +1,9 @@
 """Indexer scores on Hopper: FP8 wgmma, TMA loads, scores finished in registers.
 
-A thread block scores a few query rows against a run of keys. A producer warpgroup loads tiles of 64 keys by TMA into a
-ring; each math warpgroup takes every n-th tile, multiplies its keys with all (query, head) columns at once (keys are the
-rows of the wgmma, so that the sum over the heads runs along an accumulator's registers), and reduces and stores while
-the tensor cores work for the other warpgroups. In prefill a block has 256 columns, so that a key byte from L2 serves 256
-products of each of its values: with half as many L2 would be the limit.
+A thread block scores a few query rows against a run of keys. A producer warpgroup loads tiles of 64 keys by TMA into
+a ring; each math warpgroup takes every n-th tile, multiplies its keys with all (query, head) columns at once (keys are
+the rows of the wgmma, so that the sum over the heads runs along an accumulator's registers), and reduces and stores
+while the tensor cores work for the other warpgroups. What was tried and measured is in docs/performance.md.
 """
 
 import dataclasses
@@ -35,10 +34,10 @@ _FILLED = 8192  # columns of -inf that a warpgroup writes at a time
 class TuningConfig:
     """How the work is cut. Checks itself.
 
-    columns: (query, head) pairs of one wgmma at most. groups: groups of so many columns that a tile of keys is multiplied
-    with while it is there. math: math warpgroups. stages: tiles of 64 keys in the ring. runs: thread blocks per
-    multiprocessor that the keys are cut for. unroll: wgmmas of a warpgroup that are issued ahead of each other in one
-    straight piece; the tensor cores work on the next while the last is reduced. 1 waits for each.
+    columns: (query, head) pairs of one wgmma at most. groups: groups of so many columns that a tile of keys is
+    multiplied with while it is there (ragged only). math: math warpgroups. stages: tiles of 64 keys in the ring. runs:
+    thread blocks per multiprocessor that the keys are cut for. unroll: wgmmas of a warpgroup in one straight piece, in
+    which the tensor cores work on the next while the last is reduced; 1 waits for each.
     """
 
     columns: int
@@ -73,7 +72,7 @@ PAGED_MANY = TuningConfig(columns=128, groups=1, math=4, stages=12, runs=1, unro
 
 @dataclasses.dataclass(frozen=True)
 class _Fp8Pages:
-    """Pages of IndexFP8: tiles of FP8 values with a scale a key, by TMA straight to where the tensor cores read them."""
+    """Pages of IndexFP8: tiles of FP8 values with a scale a key, by TMA to where the tensor cores read them."""
 
     page_size: int
     stride: int
@@ -114,8 +113,8 @@ class _Fp8Pages:
 class _MxFp4Pages:
     """Pages of IndexMXFP4: packed tiles by TMA, unpacked in registers to bf16, exactly, for a bf16 wgmma.
 
-    A thread unpacks groups of 32 values under one exponent. It holds them as the wgmma of other columns, so the queries'
-    columns are moved to match: the order of a dot product's terms is free.
+    A thread unpacks groups of 32 values under one exponent. It holds them where a wgmma expects other columns, so the
+    queries' columns are moved to match: the order of a dot product's terms is free.
     """
 
     page_size: int
@@ -189,8 +188,8 @@ def paged_indexer_logits(
 ):
     """See `pallas_kernels.indexer_logits.paged_indexer_logits`. Width 128; float32 accumulation.
 
-    FP8 queries with IndexFP8 keys, or bf16 queries with IndexMXFP4 keys. schedule: of `make_schedule` for the same context_lens; None makes it here. config: None picks PAGED or PAGED_MANY,
-    which take the same schedule.
+    FP8 queries with IndexFP8 keys, or bf16 queries with IndexMXFP4 keys. schedule: of `make_schedule` for the same
+    context_lens; None makes it here. config: None picks PAGED or PAGED_MANY, which take the same schedule.
     """
     batch, rows, heads, width = q.shape
     kind = _pages(keys)
@@ -458,7 +457,7 @@ def _ring_barriers(copies, config):
 class Ring:
     """How a math warpgroup gets at tiles: barriers, the wgmma's left operand and the keys' scales (or None) of a slot.
 
-    in_registers: the operand is an array, and the slot is free once it is made. copied: tiles come by cp.async, not TMA.
+    in_registers: the operand is an array, and the slot is free once it is made. copied: tiles come by cp.async.
     """
 
     full: Any
@@ -531,8 +530,8 @@ def score_tiles(finish, q_s, ring, wg, begin, stop, scored, config):
                     mosaic.fence_proxies()
                     plgpu.barrier_arrive(ring.empty.at[slot[u]])
 
-            # The accumulator is made here, right in front of its wgmma: earlier it would cost registers, and anything in
-            # between would cost the instructions that set it to zero.
+            # The accumulator is made here, right in front of its wgmma: earlier it would cost registers, and anything
+            # in between would cost the instructions that set it to zero.
             def scope(acc):
                 plgpu.wgmma(acc, operands[u], q_s.at[g].T)
                 if before is not None:
@@ -607,7 +606,7 @@ def _pages(keys):
 def _checked(kind, unit):
     if kind.page_size not in PAGE_SIZES or kind.stride % unit:
         raise NotImplementedError(
-            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of {unit} "
-            f"bytes, not of {kind.page_size} rows with stride {kind.stride}."
+            f"the sm90 kernel reads pages of {', '.join(map(str, PAGE_SIZES))} rows whose stride is a multiple of "
+            f"{unit} bytes, not of {kind.page_size} rows with stride {kind.stride}."
         )
     return kind
