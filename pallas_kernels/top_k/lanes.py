@@ -14,7 +14,7 @@ import contextlib
 
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, gpu, llvm, nvvm, scf, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
 ALL_LANES = 0xFFFFFFFF
@@ -234,9 +234,6 @@ class Emitter(Machine):
 
     def leading_zeros(self, value):
         return self._value(mlir_math.ctlz(value.raw), "i")
-
-    def trailing_zeros(self, value):
-        return self._value(mlir_math.cttz(value.raw), "i")
 
     # Warps.
     def shuffle(self, kind, value, where):

@@ -52,19 +52,22 @@ def _blocks(scores, topk_blocks, block_size):
     group = block_size // vector
     if block_size % vector or group & (group - 1) or not 1 <= group <= 32:
         raise NotImplementedError(
-            f"block_size={block_size} is not carried for {scores.dtype.name} scores: the kernel takes {vector} times a power "
-            "of 2 up to 32."
+            f"block_size={block_size} is not carried for {scores.dtype.name} scores: the kernel takes {vector} times a "
+            "power of 2 up to 32."
         )
     if length % vector:
         raise NotImplementedError(
-            f"rows of {length} {scores.dtype.name} scores are not carried: candidate blocks need rows of a multiple of {vector}."
+            f"rows of {length} {scores.dtype.name} scores are not carried: candidate blocks need rows of a multiple of "
+            f"{vector}."
         )
     return Selection(min(topk_blocks, -(-length // block_size)), 0, group)
 
 
 def _element_bytes(scores):
     if scores.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"scores of {scores.dtype.name} are not carried: the kernel takes float32 and bfloat16.")
+        raise NotImplementedError(
+            f"scores of {scores.dtype.name} are not carried: the kernel takes float32 and bfloat16."
+        )
     return scores.dtype.itemsize
 
 
@@ -73,7 +76,9 @@ def _select(plan_for, scores, lengths, selections):
     *shape, length = scores.shape
     rows = math.prod(shape)
     if not rows or not length:
-        raise NotImplementedError(f"scores of shape {tuple(scores.shape)} are not carried: there is nothing to choose from.")
+        raise NotImplementedError(
+            f"scores of shape {tuple(scores.shape)} are not carried: there is nothing to choose from."
+        )
     if length >= 2**30:
         raise NotImplementedError(f"rows of {length} scores are not carried: the kernel's positions end at 2^30.")
     plan = plan_for(rows, length, _element_bytes(scores), selections, lengths is not None)
@@ -85,4 +90,5 @@ def _select(plan_for, scores, lengths, selections):
     # Positions stay int32 and rows are one axis, so that nothing depends on how the batch is shaped.
     flat = lax.reshape(scores, (rows, length))
     found = kernel.run(flat, None if lengths is None else lengths.reshape(rows), plan)
-    return [array.reshape(*shape, *array.shape[1:]) if i % 2 == 0 else array.reshape(shape) for i, array in enumerate(found)]
+    widths = [() if i % 2 else array.shape[1:] for i, array in enumerate(found)]  # positions and counts take turns
+    return [array.reshape(*shape, *width) for array, width in zip(found, widths)]

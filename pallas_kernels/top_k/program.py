@@ -242,10 +242,7 @@ class _Row:
         self.meet()
 
     def meet(self):
-        if self.plan.blocks > 1:
-            self.m.cluster_barrier()
-        else:
-            self.m.barrier()
+        (self.m.cluster_barrier if self.plan.blocks > 1 else self.m.barrier)()
 
     def guess(self):
         """[floors that somewhat more than k scores, or blocks, of the row should reach, ..., key of the highest score

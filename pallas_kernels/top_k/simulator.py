@@ -152,11 +152,6 @@ class Simulator(Machine):
         _, exponent = np.frexp(value.raw.astype(np.float64))
         return Value(self, (32 - exponent).astype(np.uint32), "i")
 
-    def trailing_zeros(self, value):
-        lowest = value.raw & (np.uint32(0) - value.raw)
-        _, exponent = np.frexp(lowest.astype(np.float64))
-        return Value(self, np.where(value.raw == 0, 32, exponent - 1).astype(np.uint32), "i")
-
     # Warps.
     def _warps(self, raw):
         active = self._mask.reshape(-1, 32)
@@ -167,7 +162,7 @@ class Simulator(Machine):
     def shuffle(self, kind, value, where):
         lanes = np.arange(32)
         where = self._warps(self.i32(where).raw).astype(np.int64)
-        source = {"up": lanes - where, "down": lanes + where, "bfly": lanes ^ where, "idx": where + 0 * lanes}[kind]
+        source = {"up": lanes - where, "bfly": lanes ^ where, "idx": where + 0 * lanes}[kind]
         source = np.where((source < 0) | (source > 31), lanes, source)
         moved = np.take_along_axis(self._warps(value.raw), source, 1)
         return Value(self, moved.reshape(-1), value.kind)
@@ -189,7 +184,8 @@ class Simulator(Machine):
             inside = (first + e >= 0) & (first + e < self._flat.size)
             if (self._mask & ~((first >= 0) & (first < self._flat.size))).any():
                 raise IndexError("a vector of scores is loaded from outside the array.")
-            out.append(Value(self, np.where(inside, self._flat[np.where(inside, first + e, 0)], np.float32(np.nan)), "f"))
+            values = np.where(inside, self._flat[np.where(inside, first + e, 0)], np.float32(np.nan))
+            out.append(Value(self, values, "f"))
         return out
 
     def load_global(self, name, index):
