@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("checkpoint", help="folder, or hub repository owner/name")
     prompt = generate.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text; the begin-of-sequence token is put in front")
+    prompt.add_argument("--chat", help="a user's message, put into the family's chat format")
     prompt.add_argument("--tokens", help="token ids, separated by commas, taken as they are")
+    generate.add_argument("--thinking", action="store_true", help="with --chat: let the model reason first")
     generate.add_argument("--max-new-tokens", type=int, default=64)
     _mode(generate)
     _implementation(generate)
@@ -124,7 +126,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     from dsa_jax.loading import load_model
     from dsa_jax.sampling import Sampling
 
-    if arguments.tokens is None:
+    if arguments.thinking and arguments.chat is None:
+        raise ValueError("--thinking belongs to --chat: a plain prompt has no place for it.")
+    if arguments.chat is not None:
+        tokens = _encode_chat(arguments.checkpoint, arguments.chat, arguments.thinking)
+    elif arguments.prompt is not None:
         tokens = _encode(arguments.checkpoint, arguments.prompt)
     else:
         try:
@@ -172,6 +178,16 @@ def _encode(directory: Path, prompt: str) -> list[int]:
     begin = load_config(directory).bos_token_id
     ids = _tokenizer(directory).encode(prompt, add_special_tokens=False).ids
     return ids if ids[:1] == [begin] else [begin, *ids]
+
+
+def _encode_chat(directory: Path, message: str, thinking: bool) -> list[int]:
+    from dsa_jax.config import load_config
+    from dsa_jax.encoding import encode_messages
+
+    load_config(directory)
+    model_type = json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
+    text = encode_messages(model_type, [{"role": "user", "content": message}], thinking=thinking)
+    return _tokenizer(directory).encode(text, add_special_tokens=False).ids
 
 
 class _TextStream:

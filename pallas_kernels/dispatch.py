@@ -7,7 +7,8 @@ raises NotImplementedError, does not carry the call.
 ``implementation`` names one: "reference", "sm90", "sm100", or "interpret_sm90" / "interpret_sm100" (that kernel in
 the GPU interpreter, on any machine). A named implementation never falls back. None takes the one named by the
 innermost `preferred`, else the kernel of the GPU at hand, which falls back to the reference with one log line per
-operation and reason.
+operation and reason. A kernel module may hold back calls that its kernels carry but that were never run on the chip: its
+``unproven(function, arguments)`` gives the reason, or None. Such a call runs on the kernel where it is named.
 """
 
 import contextlib
@@ -57,7 +58,9 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
         name = platform.kernel_name()
         if name is not None:
             try:
-                return _load(package, name, function)(*args, **kwargs)
+                kernel = _load(package, name, function)
+                _refuse_unproven(kernel, function, args)
+                return kernel(*args, **kwargs)
             except NotImplementedError as reason:
                 _say_once(f"{operation}.{function}: the reference runs instead of {name}: {reason}")
         return _load(package, "reference", function)(*args, **kwargs)
@@ -68,6 +71,14 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
             return jax.block_until_ready(result)  # a race is raised here, and not where the result is used
     platform.require(implementation)
     return _load(package, implementation, function)(*args, **kwargs)
+
+
+def _refuse_unproven(kernel, function: str, args) -> None:
+    """Raises NotImplementedError where the kernel's module holds this call back."""
+    unproven = getattr(importlib.import_module(kernel.__module__), "unproven", None)
+    reason = unproven(function, args) if unproven is not None else None
+    if reason is not None:
+        raise NotImplementedError(reason)
 
 
 def carries(package: str, implementation: str) -> bool:

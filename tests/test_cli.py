@@ -22,6 +22,9 @@ def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys)
     assert main(["generate", str(directory), "--prompt", "The index finds what attention reads.", "--max-new-tokens", "9"]) == 0
     generated = capsys.readouterr().out.splitlines()[0]
     assert generated and generated in printed
+    # A chat message becomes the family's format: other tokens in front, so another continuation.
+    assert main(["generate", str(directory), "--chat", "Hello", "--thinking", "--max-new-tokens", "9"]) == 0
+    assert "prompt tokens; 8 tokens after" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -32,6 +35,7 @@ def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys)
         (["--tokens", "5", "--temperature", "-1"], "temperature=-1.0 must be finite"),
         (["--tokens", "7", "--implementation", "sm90"], "needs a GPU of that family"),
         (["--tokens", "5", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["--tokens", "7", "--thinking"], "--thinking belongs to --chat"),
         (["--tokens", "7,5"], "token id 5 has none"),
         (["--tokens", "7", "--max-new-tokens", "70000"], "longer than the 65536 positions"),
     ],

@@ -100,3 +100,27 @@ def test_unknown_names_are_named():
         aot.compile_report(("h100",))
     with pytest.raises(ValueError, match="operation='nothing' is not known"):
         aot.cases("nothing")
+
+
+def test_a_kernel_that_never_ran_on_the_chip_runs_only_where_it_is_named(operation, monkeypatch, caplog):
+    kernel = sys.modules["made_up.sm90"]
+
+    def double(x):
+        return f"kernel on {x}"
+
+    double.__module__ = kernel.__name__
+    kernel.double = double
+    kernel.unproven = lambda function, arguments: f"{function} of {arguments[0]} never ran" if arguments[0] > 1 else None
+    monkeypatch.setattr(dispatch.platform, "kernel_name", lambda: "sm90")
+    assert dispatch.call(operation, "double", None, 1) == "kernel on 1"
+    assert dispatch.call(operation, "double", None, 2) == 4
+    assert "double of 2 never ran" in caplog.text
+    assert dispatch.call(operation, "double", "sm90", 2) == "kernel on 2"
+
+
+def test_a_preferred_implementation_serves_calls_that_name_none(operation, monkeypatch):
+    monkeypatch.setattr(dispatch.platform, "kernel_name", lambda: "sm90")
+    with dispatch.preferred("reference"):
+        assert dispatch.call(operation, "double", None, 3) == 6
+    with pytest.raises(ValueError, match="'triton' of any operation is not known"), dispatch.preferred("triton"):
+        pass

@@ -263,3 +263,8 @@ def _score(q, keys, scales, weights, schedule, blocks, size, layout, rounding, c
 def _require(candidates):
     if candidates.block_size not in BLOCK_SIZES:
         raise NotImplementedError(f"the sm90 kernel takes blocks of 8 or 16 positions, not {candidates.block_size}.")
+
+
+def unproven(function, args):
+    """Why this kernel is not chosen by itself for a call that it carries, or None."""
+    return "the sm90 kernel was rewritten after its last run on a GPU, and is compiled and interpreted only; name it to run it."

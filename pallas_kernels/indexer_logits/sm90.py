@@ -610,3 +610,10 @@ def _checked(kind, unit):
             f"{unit} bytes, not of {kind.page_size} rows with stride {kind.stride}."
         )
     return kind
+
+
+def unproven(function, args):
+    """Why this kernel is not chosen by itself for a call that it carries, or None."""
+    if function == "paged_indexer_logits" and isinstance(args[1].format, IndexMXFP4):
+        return "the sm90 kernel for MXFP4 keys was compiled and interpreted, but never run on a GPU; name it to run it."
+    return None
