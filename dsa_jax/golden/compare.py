@@ -10,7 +10,7 @@ from dsa_jax.tolerances import TOLERANCES, Tolerance
 
 INPUTS = ("input_ids", "positions", "patches", "token_types", "image_start_pos_hw", "encoded_image")
 PADDING = -2  # fills lists of different lengths in one tensor; the file's lists end in -1 otherwise
-HIDDEN = ("h", "final_hidden", "main_hidden", "engram_out", "latent", "logits", "logits_at_positions")
+HIDDEN = ("h", "final_hidden", "final_hidden_normed", "main_hidden", "engram_out", "latent", "logits", "logits_at_positions")
 
 
 @dataclass(frozen=True)
