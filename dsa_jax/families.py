@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from dsa_jax import layer_plan_v32
 from dsa_jax.cache import latent, state
 from dsa_jax.config import V41Config
 from dsa_jax.config_v32 import V32Config
@@ -38,18 +39,10 @@ def _v41_buffers(directory: Path, config: V41Config) -> dict[str, np.ndarray]:
     return {"token_map": EngramTokenMap.from_checkpoint(directory, config).ids}
 
 
-def _v32_left_out(config: V32Config) -> tuple[tuple[str, str], ...]:
-    first = config.num_hidden_layers
-    return tuple(
-        (rf"^layers\.{layer}\.", "the MTP layer: drafting with it is not carried")
-        for layer in range(first, first + config.num_nextn_predict_layers)
-    )
-
-
 FAMILIES: dict[type, Family] = {
     V41Config: Family(DeepseekV41, state.new_cache, state.capacity, _v41_buffers),
     V32Config: Family(
-        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, lambda directory, config: {}, _v32_left_out
+        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, lambda directory, config: {}, layer_plan_v32.left_out
     ),
 }
 

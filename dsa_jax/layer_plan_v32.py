@@ -23,3 +23,12 @@ def latent_plan(config: V32Config) -> tuple[LatentRole, ...]:
         LatentRole(index=i, ffn="dense" if i < config.first_k_dense_replace else "moe", rope=rope)
         for i in range(config.num_hidden_layers)
     )
+
+
+def left_out(config: V32Config) -> tuple[tuple[str, str], ...]:
+    """(pattern of official tensor names, reason): the MTP layers stand behind the others in a checkpoint."""
+    first = config.num_hidden_layers
+    return tuple(
+        (rf"^layers\.{layer}\.", "the MTP layer: drafting with it is not carried")
+        for layer in range(first, first + config.num_nextn_predict_layers)
+    )

@@ -1,11 +1,13 @@
 """What V3.2's golden files hold beyond the taps of a forward pass."""
 
+from typing import NoReturn
+
 import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax.cache.latent import LatentCache
 from dsa_jax.decode import LanguageModel
-from dsa_jax.golden.cases import Tensors
+from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import edge_margin
 
 
@@ -19,6 +21,11 @@ def of_cache(lm: LanguageModel, cache: LatentCache, n: int) -> Tensors:
         out[f"layer{index}.pe_cache"] = rows[:, lm.config.kv_lora_rank :]
         out[f"layer{index}.index_k"] = np.asarray(layer.index_keys.gather(slots, np.float32))
     return out
+
+
+def image_span(lm: LanguageModel, case: Case) -> NoReturn:
+    """V3.2 reads text alone."""
+    raise ValueError("The golden file has an image, and V3.2 takes none. Is it a file of another family?")
 
 
 def of_layers(lm: LanguageModel, values: Tensors, rows: int, length: int) -> Tensors:
