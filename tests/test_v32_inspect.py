@@ -3,6 +3,7 @@
 import json
 import re
 
+import numpy as np
 import pytest
 from test_inspect import without_checks
 from test_v32_config import RELEASED
@@ -11,7 +12,9 @@ from tiny_v32 import CHECKPOINT
 from dsa_jax.cli import main
 from dsa_jax.config import load_config
 from dsa_jax.config_v32 import V32Config
+from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.inspect import inspect_checkpoint
+from dsa_jax.loading import load_model
 from dsa_jax.memory import latent_cache_bytes, weights_per_device
 from dsa_jax.weights.checkpoint import scan_checkpoint
 from dsa_jax.weights.names import official_name
@@ -100,3 +103,25 @@ def test_heads_and_experts_are_divided():
         assert weights_per_device(config, [(f"layers.9.{name}", 1024)], [8]) == {8: 128}
     for name in ("attn.wkv_a.weight", "ffn.shared_experts.w1.weight", "ffn.gate.weight"):
         assert weights_per_device(config, [(f"layers.9.{name}", 1024)], [8]) == {8: 1024}
+
+
+def test_demo_checkpoint_is_official_in_every_tensor_and_loads(tmp_path):
+    config = write_demo_checkpoint(tmp_path / "demo", family="v32")
+    assert load_config(tmp_path / "demo") == config and isinstance(config, V32Config)
+    report = inspect_checkpoint(tmp_path / "demo")
+    assert report.problems == () and report.found_tensors == report.tensors and report.shards == 3
+    assert set(report.by_dtype) == {"BF16", "F32", "F8_E4M3"}
+    assert {role.ffn for role in report.plan} == {"dense", "moe"} and report.by_part["draft (left out)"][0] > 0
+    stored = scan_checkpoint(tmp_path / "demo").tensors
+    assert all(name.startswith(("model.", "lm_head.")) for name in stored)
+    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts.3.down_proj", "model.layers.2.self_attn.kv_a_proj_with_mqa"):
+        weight, scale = (stored[name + end].view().astype(np.float64) for end in (".weight", ".weight_scale_inv"))
+        values = weight * np.repeat(np.repeat(scale, 128, 0), 128, 1)[: weight.shape[0], : weight.shape[1]]
+        assert 224 < np.abs(weight).max() <= 448 and 0.9 < values.std() * np.sqrt(weight.shape[1]) < 1.1
+    lm = load_model(tmp_path / "demo", progress=False)
+    assert lm.parameter("layers.1.ffn.experts.w1.weight").shape == (8, 128, 256)
+
+
+def test_a_demo_of_an_unknown_family_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no demo of the family 'v5'. Allowed: v41, v32"):
+        write_demo_checkpoint(tmp_path / "demo", family="v5")
