@@ -170,6 +170,8 @@ def _options_of_values(c: Any) -> list[str]:
     given = [(name, getattr(c, name), allowed) for name, allowed in _OPTIONS if hasattr(c, name)]
     problems = [_unsupported(name, value, allowed) for name, value, allowed in given if value not in allowed]
     yarn = c.rope_scaling
+    if yarn.factor < 1:
+        problems.append(f"rope_scaling.factor = {yarn.factor} must be at least 1")
     if yarn.beta_fast < yarn.beta_slow:
         problems.append(f"rope_scaling.beta_fast = {yarn.beta_fast} must not be below beta_slow = {yarn.beta_slow}")
     if yarn.mscale != yarn.mscale_all_dim:

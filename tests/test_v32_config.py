@@ -4,12 +4,15 @@ import dataclasses
 import json
 
 import pytest
+from flax import nnx
 from tiny_v32 import CHECKPOINT, tiny_config
 
 from dsa_jax.config import load_config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.families import FAMILIES
 from dsa_jax.layer_plan_v32 import latent_plan
+from dsa_jax.layers.norm import RMSNorm
+from dsa_jax.loading import abstract_model
 from dsa_jax.models.deepseek_v32 import DeepseekV32
 
 # The released config.json, of what the library reads.
@@ -125,6 +128,13 @@ def test_ac_64_epsilon_comes_from_the_file(tmp_path, eps):
     assert load_config(write(tmp_path, rms_norm_eps=eps)).rms_norm_eps == eps
 
 
+def test_ac_64_epsilon_reaches_every_norm():
+    """All but the index keys' LayerNorm, whose epsilon is no key of the config."""
+    model = abstract_model(tiny_config(rms_norm_eps=3e-5))
+    norms = [module for _, module in nnx.iter_modules(model) if isinstance(module, RMSNorm)]
+    assert len(norms) == 3 * 4 + 1 and {norm.eps for norm in norms} == {3e-5}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -156,6 +166,7 @@ def test_ac_64_epsilon_comes_from_the_file(tmp_path, eps):
         ({"rope_scaling": RELEASED["rope_scaling"] | {"type": "linear"}}, "rope_scaling.type = 'linear'"),
         ({"rope_scaling": RELEASED["rope_scaling"] | {"mscale_all_dim": 0.7}}, "the rotation itself would be scaled"),
         ({"rope_scaling": RELEASED["rope_scaling"] | {"beta_fast": 0.5}}, "must not be below beta_slow"),
+        ({"rope_scaling": RELEASED["rope_scaling"] | {"factor": 0.5}}, "rope_scaling.factor = 0.5 must be at least 1"),
     ],
 )
 def test_what_is_not_carried_is_said(changes, sentence):

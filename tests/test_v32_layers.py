@@ -30,7 +30,7 @@ from dsa_jax.layers.norm import LayerNorm
 from dsa_jax.numerics import BF16, F32
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
-from pallas_kernels import IndexFP8, PagedRows, paged_indexer_logits, quantize_fp8
+from pallas_kernels import V32, IndexFP8, PagedRows, paged_indexer_logits, quantize_fp8
 
 FP8 = ml_dtypes.float8_e4m3fn
 MLA_STEPS = 9
@@ -44,6 +44,18 @@ def both(name: str) -> dict[str, dict[str, np.ndarray]]:
 
 
 # ---------------------------------------------------------------- quantisation
+
+
+def test_cache_records_keep_quantised_rows_to_the_bit():
+    """What the layer quantises, the records store and give back: magnitudes from 2^-20 to 2^20, zero rows included."""
+    rng = np.random.default_rng(2)
+    rows = rng.standard_normal((64, 576)) * 2.0 ** rng.integers(-20, 20, (64, 1))
+    rows[3] = 0
+    rows = jnp.asarray(rows, jnp.bfloat16)
+    latent = jnp.concatenate([BF16.fake(rows[:, :512], "fp8_128"), rows[:, 512:]], axis=1)
+    assert V32().row_bytes == 656 and np.array_equal(V32().decode(V32().encode(latent), jnp.bfloat16), latent)
+    keys = BF16.fake(rows[:, :128], "fp8_128")
+    assert IndexFP8().row_bytes == 132 and np.array_equal(IndexFP8().decode(IndexFP8().encode(keys), jnp.bfloat16), keys)
 
 
 @pytest.mark.parametrize("kind", ["ue8m0", "fp32scale"])
