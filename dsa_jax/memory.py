@@ -132,7 +132,9 @@ def _check_sizes(config: V41Config | V32Config, context: int, batch: int) -> Non
         raise ValueError(f"batch = {batch} must be at least 1.")
 
 
-def weights_per_device(config: V41Config | V32Config, sizes: Iterable[tuple[str, int]], devices: Sequence[int]) -> dict[int, int]:
+def weights_per_device(
+    config: V41Config | V32Config, sizes: Iterable[tuple[str, int]], devices: Sequence[int]
+) -> dict[int, int]:
     """Number of devices -> bytes of weights on the fullest of them. sizes: official tensor names and their bytes.
 
     Experts, heads, vocabulary rows and Engram rows are divided, whole units at a time; the rest is on every device.

@@ -1,4 +1,4 @@
-"""Mixture of experts of V3.2: group-limited sigmoid routing, FP8 experts, one shared expert (spec deepseek-v32 section 5)."""
+"""Mixture of experts of V3.2: group-limited routing, FP8 experts, one shared expert (spec deepseek-v32 section 5)."""
 
 from typing import Any
 
