@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
-from dsa_jax.cache import Cache
 from dsa_jax.families import family_of
 from dsa_jax.layers.draft import Draft
 from dsa_jax.models.deepseek_v41 import ImageRows
@@ -23,6 +23,8 @@ SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
 
 HostOrDevice = np.ndarray | Array
+Cache = Any
+"""A cache of the model's family: what its `new_cache` makes."""
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -130,10 +132,14 @@ class LanguageModel:
     def draft(self, cache: Cache, tokens: Int32[HostOrDevice, " B"]) -> Draft:
         """Drafts that follow `tokens`, which follow the tokens in the cache (not changed, not donated).
 
-        ValueError if the checkpoint has no draft stages.
+        ValueError if the checkpoint has no draft stages; NotImplementedError if its model does not run them.
         """
         if not self.config.num_nextn_predict_layers:
             raise ValueError("This checkpoint has no draft stages (num_nextn_predict_layers is 0).")
+        if not hasattr(self.family.model, "draft"):
+            raise NotImplementedError(
+                f"{self.family.model.__name__} does not run its draft layer. Use decode, one token a step."
+            )
         return self._draft(self.leaves, cache, jnp.asarray(tokens, jnp.int32))
 
     def prefill(
@@ -207,6 +213,11 @@ class LanguageModel:
                     f"Prompt {b} has {len(prompt)} tokens after {held[b]} that the cache holds, and the cache has room "
                     f"for {room}. Make the cache with max_tokens of at least {held[b] + len(prompt)}."
                 )
+            image_token_id = getattr(config, "image_token_id", None)
+            if image_token_id is None:
+                if spans:
+                    raise ValueError(f"Prompt {b} has image spans, but {self.family.model.__name__} takes text alone.")
+                continue
             covered = np.zeros(len(prompt), bool)
             for span in spans:
                 n = len(span.embeddings)
@@ -221,13 +232,13 @@ class LanguageModel:
                         f"[n, {config.hidden_size}]."
                     )
                 covered[span.start : span.start + n] = True
-            mismatch = np.flatnonzero(covered != (prompt == config.image_token_id))
+            mismatch = np.flatnonzero(covered != (prompt == image_token_id))
             if len(mismatch):
                 place = mismatch[0]
                 what = "has embeddings" if covered[place] else "has none"
                 raise ValueError(
                     f"Prompt {b}, place {place}: token id {prompt[place]} {what}. Places with the image token id "
-                    f"{config.image_token_id}, and only those, take image embeddings (ImageSpan)."
+                    f"{image_token_id}, and only those, take image embeddings (ImageSpan)."
                 )
 
     def image_rows(self, images: Sequence[Sequence[ImageSpan]], first: int, chunk: int) -> ImageRows | None:

@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from dsa_jax.cache import state
+from dsa_jax import layer_plan_v32
+from dsa_jax.cache import latent, state
 from dsa_jax.config import V41Config
+from dsa_jax.config_v32 import V32Config
 from dsa_jax.layers.engram_hash import EngramTokenMap
+from dsa_jax.models.deepseek_v32 import DeepseekV32
 from dsa_jax.models.deepseek_v41 import DeepseekV41
 
 
@@ -21,13 +24,15 @@ class Family:
     model: its module, made from a config. new_cache(config, numerics, requests, max_tokens): an empty cache, a pytree
     with `length` int32 [B] and `requests`. capacity(cache, config): tokens a request of it may hold.
     buffers(directory, config): arrays that the model needs and the tensors do not hold, by parameter path; ValueError
-    where the checkpoint's other files do not give them.
+    where the checkpoint's other files do not give them. left_out(config): (pattern of official tensor names, reason) of
+    what a checkpoint of this family holds and the model does not run.
     """
 
     model: type[nnx.Module]
     new_cache: Callable[..., Any]
     capacity: Callable[..., int]
     buffers: Callable[[Path, Any], dict[str, np.ndarray]]
+    left_out: Callable[[Any], tuple[tuple[str, str], ...]] = lambda config: ()
 
 
 def _v41_buffers(directory: Path, config: V41Config) -> dict[str, np.ndarray]:
@@ -36,6 +41,9 @@ def _v41_buffers(directory: Path, config: V41Config) -> dict[str, np.ndarray]:
 
 FAMILIES: dict[type, Family] = {
     V41Config: Family(DeepseekV41, state.new_cache, state.capacity, _v41_buffers),
+    V32Config: Family(
+        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, lambda directory, config: {}, layer_plan_v32.left_out
+    ),
 }
 
 

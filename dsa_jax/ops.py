@@ -2,11 +2,13 @@
 
 from pallas_kernels import (
     Candidates,
+    IndexFP8,
     IndexMXFP4,
     PagedRows,
     Plain,
     RecordFormat,
     Selection,
+    V32,
     V41MXFP8,
     V41NVFP4,
     dequantize_weight,
@@ -16,6 +18,7 @@ from pallas_kernels import (
     paged_indexer_logits,
     positions_to_slots,
     preferred,
+    quantize_fp8,
     scatter_rows,
     select,
     sparse_decode,
@@ -23,11 +26,13 @@ from pallas_kernels import (
 
 __all__ = [
     "Candidates",
+    "IndexFP8",
     "IndexMXFP4",
     "PagedRows",
     "Plain",
     "RecordFormat",
     "Selection",
+    "V32",
     "V41MXFP8",
     "V41NVFP4",
     "dequantize_weight",
@@ -37,6 +42,7 @@ __all__ = [
     "paged_indexer_logits",
     "positions_to_slots",
     "preferred",
+    "quantize_fp8",
     "scatter_rows",
     "select",
     "sparse_decode",

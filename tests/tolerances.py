@@ -53,3 +53,11 @@ TABLE |= {
 TABLE |= {
     "kernels_indexer.logits": (2e-6, "of the largest score: exact products, float32 sums of 64 heads in another order"),
 }
+
+# ---------------------------------------------------------------- V3.2
+
+TABLE |= {
+    "model.hadamard": (1e-6, "float32 sums of up to 128 terms; golden/README.md states 1e-6"),
+    "model.mla.f32": (3e-6, "float32 sums in another order; golden/README.md states 3e-6"),
+    "model.mla.bf16": (0.03, "bf16 roundings of scores and outputs; golden/README.md states 0.03"),
+}

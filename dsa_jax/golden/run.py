@@ -4,16 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dsa_jax.cache import Cache
 from dsa_jax.config import V41Config
-from dsa_jax.decode import LanguageModel
-from dsa_jax.golden import v41
+from dsa_jax.config_v32 import V32Config
+from dsa_jax.decode import Cache, LanguageModel
+from dsa_jax.golden import v32, v41
 from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import NEG_INF
 
 # What a family's files hold beyond the taps: a module with `of_layers` (derived from taps), `of_cache` (read from the
 # cache after the prefill) and `image_span` (where its prompts may hold an image).
-RESULTS = {V41Config: v41}
+RESULTS = {V41Config: v41, V32Config: v32}
 
 
 def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:

@@ -25,13 +25,13 @@ class Linear(nnx.Module):
 
 
 class QuantizedLinear(nnx.Module):
-    """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups of 32.
+    """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups as wide.
 
     Products of quantised values accumulate in float32 and are rounded once (spec deepseek-v41 section 3.4).
     """
 
     def __init__(self, out_features: int, in_features: int, block: tuple[int, int]):
-        self.block = block
+        self.block, self.input_kind = block, f"fp8_{block[1]}"
         tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float8_e4m3fn))
         self.scale = nnx.Param(jnp.zeros(tiles, jnp.uint8))
@@ -41,7 +41,7 @@ class QuantizedLinear(nnx.Module):
         return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
 
     def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
-        return numerics.round(matmul(numerics.fake(x, "fp8_32"), self.dequantized(numerics)))
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics)))
 
 
 class ExpertLinears(nnx.Module):
