@@ -10,7 +10,7 @@ demo: .venv/installed
 	$(BIN)/dsa-jax demo
 
 test: .venv/installed-test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -x -n 2 --dist loadfile tests
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -x -n 2 --dist worksteal tests
 
 .venv/bin/python:
 	@if [ -z "$(PYTHON)" ]; then \

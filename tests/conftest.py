@@ -8,6 +8,8 @@ from pathlib import Path
 # Before jax makes its CPU client: an interpreted GPU kernel takes a thread of it per warpgroup, and with fewer threads
 # (there are as many as cores) it never ends.
 os.environ.setdefault("NPROC", "8")
+# Tests compile many programs and run each a few times: XLA's LLVM passes take longer than they save.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import jaxtyping
