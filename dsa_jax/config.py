@@ -173,13 +173,17 @@ class V41Config:
         return cls(**values)
 
 
-FAMILIES: dict[str, type[V41Config]] = {"deepseek_v41": V41Config}
+def _families() -> dict[str, Any]:
+    """model_type -> config class. The other families' files take what they share from this one."""
+    from dsa_jax.config_v4 import V4Config
+
+    return {"deepseek_v41": V41Config, "deepseek_v4": V4Config}
 
 
-def load_config(directory: str | Path) -> V41Config:
+def load_config(directory: str | Path) -> Any:
     """The config of the checkpoint in `directory`, by the exact `model_type` of its config.json.
 
-    Raises ValueError: no config.json, not JSON, an unknown model_type, or what `V41Config.from_dict` finds.
+    Raises ValueError: no config.json, not JSON, an unknown model_type, or what the `from_dict` of its family's config finds.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -190,7 +194,7 @@ def load_config(directory: str | Path) -> V41Config:
         raise ValueError(f"{path} is not valid JSON ({error}). Download it again.") from error
     if not isinstance(raw, dict):
         raise ValueError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
-        raise ValueError(f"{path}: model_type {model_type!r} is not known. Allowed: {', '.join(map(repr, FAMILIES))}.")
-    return FAMILIES[model_type].from_dict(raw, str(path))
+    model_type, families = raw.get("model_type"), _families()
+    if model_type not in families:
+        raise ValueError(f"{path}: model_type {model_type!r} is not known. Allowed: {', '.join(map(repr, families))}.")
+    return families[model_type].from_dict(raw, str(path))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
-from dsa_jax.cache import Cache
 from dsa_jax.families import family_of
 from dsa_jax.layers.draft import Draft
 from dsa_jax.models.deepseek_v41 import ImageRows
@@ -22,6 +22,7 @@ from dsa_jax.tap import Tap
 SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
 
+Cache = Any  # the family's own: a pytree with `length` and `requests`
 HostOrDevice = np.ndarray | Array
 Tokens = Sequence[int] | np.ndarray
 

@@ -3,6 +3,7 @@
 from pallas_kernels import (
     Candidates,
     IndexMXFP4,
+    Model1,
     PagedRows,
     Plain,
     RecordFormat,
@@ -24,6 +25,7 @@ from pallas_kernels import (
 __all__ = [
     "Candidates",
     "IndexMXFP4",
+    "Model1",
     "PagedRows",
     "Plain",
     "RecordFormat",

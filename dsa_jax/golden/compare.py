@@ -53,7 +53,7 @@ def compare_case(case: Case, ours: Tensors, mode: str) -> list[Row]:
 
 def at_positions(name: str, ours: np.ndarray, golden: np.ndarray, positions: np.ndarray | None) -> np.ndarray:
     """The rows that the file keeps: `positions` of the large prefill tensors, every second of them for index_q."""
-    if positions is None or not name.startswith("prefill."):
+    if positions is None or not name.startswith(("prefill.", "mtp.")):
         return ours
     if name.endswith(".index_q"):
         return ours[positions[::2]]

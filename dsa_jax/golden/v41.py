@@ -23,6 +23,16 @@ def of_cache(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
     return out
 
 
+def of_prefill(lm: LanguageModel, case: Case, cache: Cache, out: Tensors) -> Tensors:
+    """Nothing else follows a prefill."""
+    return {}
+
+
+def of_end(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
+    """The files hold no cache after the last step."""
+    return {}
+
+
 def image_span(lm: LanguageModel, case: Case) -> ImageSpan:
     """The embeddings of the file's one image: learned vectors, and the vision tower's rows that the file gives."""
     types = case.tensors["token_types"].reshape(-1)

@@ -25,13 +25,13 @@ class Linear(nnx.Module):
 
 
 class QuantizedLinear(nnx.Module):
-    """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups of 32.
+    """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups as wide.
 
     Products of quantised values accumulate in float32 and are rounded once (spec deepseek-v41 section 3.4).
     """
 
     def __init__(self, out_features: int, in_features: int, block: tuple[int, int]):
-        self.block = block
+        self.block, self.input_kind = block, f"fp8_{block[1]}"
         tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float8_e4m3fn))
         self.scale = nnx.Param(jnp.zeros(tiles, jnp.uint8))
@@ -41,13 +41,17 @@ class QuantizedLinear(nnx.Module):
         return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
 
     def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
-        return numerics.round(matmul(numerics.fake(x, "fp8_32"), self.dequantized(numerics)))
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics)))
 
 
 class ExpertLinears(nnx.Module):
-    """The same FP4 linear of every expert: packed weight uint8 [E, out, in/2], scales E8M0 [E, out, in/32]."""
+    """The same FP4 linear of every expert: packed weight uint8 [E, out, in/2], scales E8M0 [E, out, in/32].
 
-    def __init__(self, experts: int, out_features: int, in_features: int):
+    The input is quantised to FP8 in groups of `group`.
+    """
+
+    def __init__(self, experts: int, out_features: int, in_features: int, group: int = 32):
+        self.input_kind = f"fp8_{group}"
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features // 2), jnp.uint8))
         self.scale = nnx.Param(jnp.zeros((experts, out_features, in_features // 32), jnp.uint8))
 
@@ -55,4 +59,4 @@ class ExpertLinears(nnx.Module):
         """The linear of one expert (a traced index): only its weight is dequantised."""
         weight, scale = self.weight[...][expert], self.scale[...][expert]
         dense = ops.dequantize_weight(weight, scale, FP4_SCALE_BLOCK, numerics.dtype)
-        return numerics.round(matmul(numerics.fake(x, "fp8_32"), dense))
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
