@@ -195,6 +195,8 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(images)} image lists for a cache of {cache.requests} requests: give one "
                 "of each per request."
             )
+        if config.image_token_id is None and any(images):
+            raise ValueError("Image spans are given, but this model reads text alone. Leave `images` out.")
         room, held = self.family.capacity(cache, config), np.asarray(cache.length)
         for b, (prompt, spans) in enumerate(zip(prompts, images, strict=True)):
             wrong = prompt[(prompt < 0) | (prompt >= config.vocab_size)]

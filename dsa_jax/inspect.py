@@ -116,6 +116,8 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
     batch.
     """
     config = load_config(directory)
+    if not isinstance(config, V41Config):
+        raise NotImplementedError(f"inspect reports on V4.1 checkpoints alone; {directory} is of another family.")
     cache = cache_bytes(config, context, batch)
     checkpoint = scan_checkpoint(directory)
     expected = official_tensors(config)

@@ -1,0 +1,40 @@
+"""`dsa-jax numerics` and `generate` on V4's golden checkpoint."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import GOLDEN, read_golden
+from tiny_v4 import CHECKPOINT
+
+from dsa_jax.cli import main
+from dsa_jax.decode import ImageSpan, generate
+from dsa_jax.loading import load_model
+
+V4 = GOLDEN / "v4"
+
+
+@pytest.mark.parametrize("name", ["golden_f32", "golden_f32q", "golden_ref", "short_f32"])
+def test_numerics_agrees_with_every_golden_file(name, tmp_path, capsys):
+    report = tmp_path / "report.json"
+    status = main(["numerics", str(CHECKPOINT), str(V4 / f"{name}.safetensors"), "--json", str(report)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    result = json.loads(report.read_text())
+    assert result["ok"] and result["mode"] == {"f32": "f32", "f32q": "f32q", "ref": "bf16"}[name.rpartition("_")[2]]
+    judged = {row["name"] for row in result["tensors"] if row["ok"] is not None}
+    assert len(judged) >= (10 if name == "golden_f32q" else 15)
+    if result["mode"] == "f32":
+        assert len(judged) == len(result["tensors"])
+    if name in ("golden_f32", "golden_ref"):
+        assert "mtp.logits_at_positions" in judged
+
+
+def test_generate_gives_the_tokens_of_the_golden_run():
+    """Greedy tokens after a prompt of 9, prefilled and decoded by the compiled loop, are those of DeepSeek's code."""
+    golden = read_golden("v4/short_f32")
+    lm = load_model(CHECKPOINT, "f32", progress=False)
+    prompt, wanted = golden["len9.input_ids"][0], golden["len9.decode.token_ids"]
+    assert generate(lm, [prompt], len(wanted), stop_ids=[-1]) == [wanted.tolist()]
+    with pytest.raises(ValueError, match="this model reads text alone"):
+        lm.prefill(lm.new_cache(1, 32), [prompt], [[ImageSpan(0, np.zeros((1, lm.config.hidden_size), np.float32))]])
