@@ -50,7 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         return sub
 
-    demo = command("demo", _demo, "Write a small random V4.1 checkpoint, load it and generate from it.")
+    demo = command("demo", _demo, "Write a small random checkpoint, load it and generate from it.")
+    demo.add_argument("--family", choices=("v41", "v4", "v32"), default="v41", help="which model's format (default: v41)")
     demo.add_argument("--directory", type=Path, help="keep the checkpoint here (default: a temporary folder)")
     demo.add_argument("--max-new-tokens", type=int, default=48)
 
@@ -111,8 +112,8 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = arguments.directory or Path(scratch) / "demo-checkpoint"
-        write_demo_checkpoint(directory)
-        print(f"A random DeepSeek-V4.1 checkpoint in the official format: {directory}\n")
+        write_demo_checkpoint(directory, family=arguments.family)
+        print(f"A random checkpoint in the official format: {directory}\n")
         _print_report(directory, context=4096, batch=1)
         prompt = "The index finds what attention reads."
         print(f"\nPrompt: {prompt!r}. The weights are random, so what follows is noise, but the same noise every time.\n")

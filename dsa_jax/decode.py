@@ -24,6 +24,8 @@ LARGEST_CHUNK = 512
 
 Cache = Any  # the family's own: a pytree with `length` and `requests`
 HostOrDevice = np.ndarray | Array
+Cache = Any
+"""A cache of the model's family: what its `new_cache` makes."""
 Tokens = Sequence[int] | np.ndarray
 
 
@@ -131,10 +133,14 @@ class LanguageModel:
     def draft(self, cache: Cache, tokens: Int32[HostOrDevice, " B"]) -> Draft:
         """Drafts that follow `tokens`, which follow the tokens in the cache (not changed, not donated).
 
-        ValueError if the checkpoint has no draft stages.
+        ValueError if the checkpoint has no draft stages; NotImplementedError if its model does not run them.
         """
         if not self.config.num_nextn_predict_layers:
             raise ValueError("This checkpoint has no draft stages (num_nextn_predict_layers is 0).")
+        if not hasattr(self.family.model, "draft"):
+            raise NotImplementedError(
+                f"{self.family.model.__name__} does not run its draft layer. Use decode, one token a step."
+            )
         return self._draft(self.leaves, cache, jnp.asarray(tokens, jnp.int32))
 
     def prefill(
@@ -195,8 +201,6 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(images)} image lists for a cache of {cache.requests} requests: give one "
                 "of each per request."
             )
-        if config.image_token_id is None and any(images):
-            raise ValueError("Image spans are given, but this model reads text alone. Leave `images` out.")
         room, held = self.family.capacity(cache, config), np.asarray(cache.length)
         for b, (prompt, spans) in enumerate(zip(prompts, images, strict=True)):
             wrong = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
@@ -210,6 +214,11 @@ class LanguageModel:
                     f"Prompt {b} has {len(prompt)} tokens after {held[b]} that the cache holds, and the cache has room "
                     f"for {room}. Make the cache with max_tokens of at least {held[b] + len(prompt)}."
                 )
+            image_token_id = getattr(config, "image_token_id", None)
+            if image_token_id is None:
+                if spans:
+                    raise ValueError(f"Prompt {b} has image spans, but {self.family.model.__name__} takes text alone.")
+                continue
             covered = np.zeros(len(prompt), bool)
             for span in spans:
                 n = len(span.embeddings)
@@ -224,13 +233,13 @@ class LanguageModel:
                         f"[n, {config.hidden_size}]."
                     )
                 covered[span.start : span.start + n] = True
-            mismatch = np.flatnonzero(covered != (prompt == config.image_token_id))
+            mismatch = np.flatnonzero(covered != (prompt == image_token_id))
             if len(mismatch):
                 place = mismatch[0]
                 what = "has embeddings" if covered[place] else "has none"
                 raise ValueError(
                     f"Prompt {b}, place {place}: token id {prompt[place]} {what}. Places with the image token id "
-                    f"{config.image_token_id}, and only those, take image embeddings (ImageSpan)."
+                    f"{image_token_id}, and only those, take image embeddings (ImageSpan)."
                 )
 
     def image_rows(self, images: Sequence[Sequence[ImageSpan]], first: int, chunk: int) -> ImageRows | None:

@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V4.1 checkpoint in the official format, for trying everything without a download.
+"""Small random checkpoints in the official formats, for trying everything without a download.
 
 All tensor kinds, the real names and dtypes, every layer role. The weights are random, scaled so that activations stay
 near 1; what the model writes means nothing.
@@ -6,17 +6,24 @@ near 1; what the model writes means nothing.
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from dsa_jax import demo_v4, demo_v32
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.config_v32 import V32Config
 from dsa_jax.demo_tokenizer import IMAGE, NOISE, SPECIAL_TOKENS, VOCABULARY, demo_tokenizer
+from dsa_jax.inventory import inventory_of
 from dsa_jax.layers.engram_hash import compressed_token_map, engram_primes
 from dsa_jax.weights.checkpoint import INDEX
 from dsa_jax.weights.header import DTYPES
-from dsa_jax.weights.official import TensorSpec, official_tensors
+from dsa_jax.weights import official_v32
+from dsa_jax.weights.official import TensorSpec
 from dsa_jax.weights.writer import write_checkpoint
 
 SHARDS = 3
@@ -118,17 +125,31 @@ _OUTER = {
 }
 
 
-def write_demo_checkpoint(directory: str | Path, *, seed: int = 0) -> V41Config:
-    """Writes the checkpoint into `directory` (made if absent) and returns its config. The same seed, the same bytes.
+@dataclass(frozen=True)
+class Recipe:
+    """One family's demo. raw_config(compressed): its config.json, where the tokenizer's Engram map has so many ids.
+    file_name: official tensor name -> the name in the files."""
 
-    About 5 MB: three shards, index, config.json, tokenizer.json, tokenizer_config.json.
-    Raises ValueError where the folder holds something else than a demo checkpoint: nothing of others is overwritten.
+    config: type
+    raw_config: Callable[[int], dict]
+    file_name: Callable[[str], str]
+
+
+def write_demo_checkpoint(directory: str | Path, *, family: str = "v41", seed: int = 0) -> Any:
+    """Writes a checkpoint of `family` (a name in RECIPES) into `directory` (made if absent) and returns its config.
+
+    The same seed, the same bytes. About 5 MB: three shards, index, config.json, tokenizer.json, tokenizer_config.json.
+    Raises ValueError for an unknown family, and where the folder holds something else than a demo checkpoint: nothing of
+    others is overwritten.
     """
+    if family not in RECIPES:
+        raise ValueError(f"There is no demo of the family {family!r}. Allowed: {', '.join(RECIPES)}.")
+    recipe = RECIPES[family]
     directory = Path(directory)
     _check_folder(directory)
     tokenizer = demo_tokenizer()
-    raw = _raw_config(int(compressed_token_map(tokenizer).max()) + 1)
-    config = V41Config.from_dict(raw, "the demo's config")
+    raw = recipe.raw_config(int(compressed_token_map(tokenizer).max()) + 1)
+    config = recipe.config.from_dict(raw, "the demo's config")
     directory.mkdir(parents=True, exist_ok=True)
     _write_json(directory / "config.json", raw)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -142,7 +163,8 @@ def write_demo_checkpoint(directory: str | Path, *, seed: int = 0) -> V41Config:
             "model_max_length": config.max_position_embeddings,
         },
     )
-    write_checkpoint(directory, _tensors(config, seed), SHARDS, _MARK)
+    tensors = {recipe.file_name(name): array for name, array in _tensors(config, seed).items()}
+    write_checkpoint(directory, tensors, SHARDS, _MARK)
     return config
 
 
@@ -164,7 +186,7 @@ def _write_json(path: Path, value: Mapping[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _raw_config(compressed: int) -> dict:
+def _v41_raw_config(compressed: int) -> dict:
     text = {**_TEXT, "engram_compressed_vocab_size": compressed, "engram_num_embeddings": [1, 1]}
     raw = {**_OUTER, "text_config": text, "vision_config": _VISION}
     primes = engram_primes(V41Config.from_dict(raw, "the demo's config"))
@@ -172,10 +194,17 @@ def _raw_config(compressed: int) -> dict:
     return raw
 
 
-def _tensors(config: V41Config, seed: int) -> dict[str, np.ndarray]:
+RECIPES = {
+    "v41": Recipe(V41Config, _v41_raw_config, lambda name: name),
+    "v4": Recipe(V4Config, lambda compressed: demo_v4.RAW_CONFIG, lambda name: name),
+    "v32": Recipe(V32Config, lambda compressed: demo_v32.RAW_CONFIG, official_v32.file_name),
+}
+
+
+def _tensors(config: Any, seed: int) -> dict[str, np.ndarray]:
     """Every official tensor with random values, in official order."""
     rng = np.random.default_rng(seed)
-    specs = official_tensors(config)
+    specs = inventory_of(config).tensors(config)
     arrays: dict[str, np.ndarray] = {}
     for name, spec in specs.items():
         if name in arrays:  # a scale, written with its weight
@@ -185,13 +214,14 @@ def _tensors(config: V41Config, seed: int) -> dict[str, np.ndarray]:
             arrays[name] = _plain(name, spec, config, rng).astype(DTYPES[spec.dtype])
         else:
             weight, scales = _quantised(name, spec, config, rng)
-            arrays[name], arrays[name.removesuffix(".weight") + ".scale"] = weight, scales
+            # E8M0 powers of two, exact in float32 too.
+            arrays[name], arrays[name.removesuffix(".weight") + ".scale"] = weight, scales.astype(DTYPES[scale.dtype])
     return {name: arrays[name] for name in specs}
 
 
 # Values by the end of the name, first match; `r` draws a standard normal of the tensor's shape. A matrix that is not
 # listed keeps the size of what it multiplies: it is divided by the square root of its input width.
-_VALUES: tuple[tuple[str, Callable[[np.ndarray, V41Config], np.ndarray]], ...] = (
+_VALUES: tuple[tuple[str, Callable[[np.ndarray, Any], np.ndarray]], ...] = (
     ("norm.weight", lambda r, c: 1 + 0.1 * r),
     ("norm1.weight", lambda r, c: 1 + 0.1 * r),
     ("norm2.weight", lambda r, c: 1 + 0.1 * r),
@@ -204,6 +234,9 @@ _VALUES: tuple[tuple[str, Callable[[np.ndarray, V41Config], np.ndarray]], ...] =
     ("attn_sink", lambda r, c: r),
     (".bias", lambda r, c: 0.1 * r),
     (".bias_vl", lambda r, c: 0.1 * r),
+    (".tid2eid", lambda r, c: _expert_table(r, c.n_routed_experts)),
+    (".ape", lambda r, c: r),
+    ("hc_head_base", lambda r, c: _mix_base(c.hc_mult)[: c.hc_mult] + 0.1 * r),
     ("_scale", lambda r, c: 0.5 + 0.05 * r),
     ("_base", lambda r, c: _mix_base(c.hc_mult) + 0.1 * r),
     # Twice as wide as the rest, so that the next token is not close to uniform.
@@ -217,7 +250,13 @@ def _mix_base(copies: int) -> np.ndarray:
     return np.concatenate([collapse, np.zeros(copies), 2 * np.eye(copies).ravel()])
 
 
-def _plain(name: str, spec: TensorSpec, config: V41Config, rng: np.random.Generator) -> np.ndarray:
+def _expert_table(drawn: np.ndarray, experts: int) -> np.ndarray:
+    """Distinct expert ids for each token: neighbours of a random one."""
+    first = (np.abs(drawn[:, :1]) * 1e4).astype(np.int64)
+    return (first + np.arange(drawn.shape[1])) % experts
+
+
+def _plain(name: str, spec: TensorSpec, config: Any, rng: np.random.Generator) -> np.ndarray:
     drawn = rng.standard_normal(spec.shape, np.float32)
     for end, values in _VALUES:
         if name.endswith(end):
@@ -226,7 +265,7 @@ def _plain(name: str, spec: TensorSpec, config: V41Config, rng: np.random.Genera
 
 
 def _quantised(
-    name: str, spec: TensorSpec, config: V41Config, rng: np.random.Generator
+    name: str, spec: TensorSpec, config: Any, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """A random weight as stored, and its E8M0 scales: FP4 and table rows by 32 columns, FP8 linears by tile."""
     if spec.dtype == "I8":

@@ -2,16 +2,17 @@
 
 import collections
 import dataclasses
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsa_jax.config import V41Config, load_config
-from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
-from dsa_jax.memory import CacheBytes, cache_bytes, human, part_names, part_of, weights_per_device
+from dsa_jax.config import load_config
+from dsa_jax.inventory import Inventory, inventory_of
+from dsa_jax.memory import DRAFT_LEFT_OUT, CacheBytes, human, part_names, part_of, weights_per_device
 from dsa_jax.weights import names
 from dsa_jax.weights.checkpoint import Checkpoint, scan_checkpoint
-from dsa_jax.weights.official import TensorSpec, official_tensors
+from dsa_jax.weights.official import TensorSpec
 
 DEVICES = (1, 2, 4, 8)
 SHOWN = 20  # problems that are written out
@@ -29,9 +30,10 @@ class Inspection:
     """
 
     directory: Path
-    config: V41Config
-    plan: tuple[LayerRole, ...]
-    draft: tuple[LayerRole, ...]
+    config: Any
+    inventory: Inventory
+    plan: tuple[Any, ...]
+    draft: tuple[Any, ...]
     counts: str
     shards: int
     missing_shards: tuple[str, ...]
@@ -50,10 +52,10 @@ class Inspection:
     def lines(self) -> list[str]:
         """The report as text."""
         return [
-            f"{self.directory}: DeepSeek-V4.1, {len(self.plan)} layers, {len(self.draft)} draft stages",
+            f"{self.directory}: {self.inventory.name}, {len(self.plan)} layers, {len(self.draft)} draft stages",
             "",
             "Layer plan",
-            *_table(_PLAN_HEAD, self._plan_rows()),
+            *_table(("", *self.inventory.columns), self._plan_rows()),
             "",
             f"Files: {self.counts}; {self.found_bytes:,} of {self.total_bytes:,} bytes",
             *_short(self.problems),
@@ -73,8 +75,9 @@ class Inspection:
         ]
 
     def _plan_rows(self) -> list[tuple[str, ...]]:
-        backbone = [_plan_row(role, f"layer {role.index}") for role in self.plan]
-        return backbone + [_plan_row(role, f"mtp.{stage}") for stage, role in enumerate(self.draft)]
+        titles = [f"layer {role.index}" for role in self.plan] + [f"mtp.{stage}" for stage in range(len(self.draft))]
+        roles = (*self.plan, *self.draft)
+        return [(title, *self.inventory.row(self.config, role)) for title, role in zip(titles, roles, strict=True)]
 
     def _device_rows(self) -> list[tuple[str, ...]]:
         caches = self.cache.total
@@ -87,7 +90,7 @@ class Inspection:
         """The report as JSON values."""
         return {
             "directory": str(self.directory),
-            "model_type": "deepseek_v41",
+            "model_type": self.inventory.model_type,
             "layer_plan": [dataclasses.asdict(role) for role in self.plan],
             "draft_plan": [dataclasses.asdict(role) for role in self.draft],
             "shards": self.shards,
@@ -116,18 +119,20 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
     batch.
     """
     config = load_config(directory)
-    if not isinstance(config, V41Config):
-        raise NotImplementedError(f"inspect reports on V4.1 checkpoints alone; {directory} is of another family.")
-    cache = cache_bytes(config, context, batch)
+    inventory = inventory_of(config)
+    cache = inventory.caches(config, context, batch)
     checkpoint = scan_checkpoint(directory)
-    expected = official_tensors(config)
-    stored, problems = _stored(checkpoint, expected)
+    expected = inventory.tensors(config)
+    rules = inventory.left_out(config)
+    stored, problems = _stored(checkpoint, expected, rules)
+    loaded = {name: spec.nbytes for name, spec in stored.items() if names.left_out_reason(name, rules) is None}
     whole = [tensor for name, tensor in checkpoint.tensors.items() if name not in checkpoint.cut]
     return Inspection(
         directory=Path(directory),
         config=config,
-        plan=layer_plan(config),
-        draft=draft_plan(config),
+        inventory=inventory,
+        plan=tuple(inventory.plan(config)),
+        draft=tuple(inventory.draft(config)),
         counts=checkpoint.counts(),
         shards=len(checkpoint.files),
         missing_shards=checkpoint.missing_files,
@@ -137,15 +142,17 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
         found_bytes=sum(tensor.nbytes for tensor in whole),
         problems=(*checkpoint.problems, *problems),
         by_dtype=_grouped((spec.dtype, spec.nbytes) for spec in stored.values()),
-        by_part=_by_part(stored),
+        by_part=_by_part(stored, rules),
         context=context,
         batch=batch,
         cache=cache,
-        weights_per_device=weights_per_device(config, ((name, spec.nbytes) for name, spec in stored.items()), DEVICES),
+        weights_per_device=weights_per_device(config, loaded.items(), DEVICES),
     )
 
 
-def _stored(checkpoint: Checkpoint, expected: dict[str, TensorSpec]) -> tuple[dict[str, TensorSpec], list[str]]:
+def _stored(
+    checkpoint: Checkpoint, expected: dict[str, TensorSpec], rules: Sequence[tuple[str, str]]
+) -> tuple[dict[str, TensorSpec], list[str]]:
     """Official name -> how it is stored, for what is there and what should be; and where the two differ."""
     stored = dict(expected)
     problems = []
@@ -158,7 +165,7 @@ def _stored(checkpoint: Checkpoint, expected: dict[str, TensorSpec]) -> tuple[di
         found = TensorSpec(tensor.dtype, tensor.shape)
         wanted = expected.get(official)
         if wanted is None:
-            if names.left_out_reason(official) is None:
+            if names.left_out_reason(official, rules) is None:
                 problems.append(
                     f"{name} ({found.dtype} {list(found.shape)}) belongs to no tensor that the config implies"
                 )
@@ -186,23 +193,12 @@ def _grouped(pairs: Iterable[tuple[str, int]]) -> dict[str, tuple[int, int]]:
     return {key: (counts[key], size) for key, size in sizes.most_common()}
 
 
-def _by_part(stored: dict[str, TensorSpec]) -> dict[str, tuple[int, int]]:
-    grouped = _grouped((part_of(name), spec.nbytes) for name, spec in stored.items())
+def _by_part(stored: dict[str, TensorSpec], rules: Sequence[tuple[str, str]]) -> dict[str, tuple[int, int]]:
+    def part(name: str) -> str:
+        return DRAFT_LEFT_OUT if any(re.search(pattern, name) for pattern, _ in rules) else part_of(name)
+
+    grouped = _grouped((part(name), spec.nbytes) for name, spec in stored.items())
     return {part: grouped[part] for part in part_names() if part in grouped}
-
-
-_PLAN_HEAD = ("", "ratio", "mode", "KV of", "top-k of", "candidates", "Engram", "draft tap", "theta", "YaRN")
-
-
-def _plan_row(role: LayerRole, title: str) -> tuple[str, ...]:
-    def layer(index: int | None) -> str:
-        return "-" if index is None else str(index)
-
-    candidates = "makes" if role.makes_candidates else "uses" if role.uses_candidates else "-"
-    yarn = "-" if role.rope.yarn is None else f"x{role.rope.yarn.factor:g}"
-    flags = ("yes" if role.engram else "-", "yes" if role.draft_tap else "-")
-    sources = (layer(role.kv_source), layer(role.index_source))
-    return (title, str(role.ratio), role.mode, *sources, candidates, *flags, f"{role.rope.theta:g}", yarn)
 
 
 def _size_rows(sizes: dict[str, tuple[int, int]]) -> list[tuple[str, ...]]:

@@ -39,8 +39,9 @@ def load_model(
     """
     wanted = numerics(mode)
     config = load_config(directory)
-    buffers = family_of(config).buffers(Path(directory), config)
-    plan = make_plan(abstract_parameters(config), directory)
+    family = family_of(config)
+    buffers = family.buffers(Path(directory), config)
+    plan = make_plan(abstract_parameters(config), directory, family.left_out(config))
     for note in plan.notes:
         log.info(note)
     arrays = load(plan, progress=progress) | {name: jnp.asarray(value) for name, value in buffers.items()}

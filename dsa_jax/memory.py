@@ -8,11 +8,14 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dsa_jax.config import V41Config
+from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
 
 LEFT_OUT = "vision (left out)"
+DRAFT_LEFT_OUT = "draft (left out)"
 
 # Part of the model by official tensor name; the first pattern that matches decides.
 _PARTS = tuple(
@@ -28,7 +31,8 @@ _PARTS = tuple(
         (r"\.ffn\.experts\.", "experts"),
         (r"\.ffn\.shared_experts\.", "shared experts"),
         (r"\.ffn\.gate\.", "router"),
-        (r"\.hc_(attn|ffn)_", "mHC"),
+        (r"\.ffn\.w\d\.", "dense feed-forward"),
+        (r"\.hc_(attn|ffn)_|^hc_head_", "mHC"),
         (r"\.attn\.", "attention"),
         (r"norm\.weight$", "norms"),
     )
@@ -44,7 +48,7 @@ _DIVIDED = tuple(
         (r"^mtp\..*\.ffn\.experts\.", "dspark_n_routed_experts"),
         (r"\.ffn\.experts\.", "n_routed_experts"),
         (r"\.indexer\.(wq_b|weights_proj)\.", "index_n_heads"),
-        (r"\.attn\.(wq_b\.|attn_sink$)", "num_attention_heads"),
+        (r"\.attn\.(wq_b\.|wkv_b\.|wo\.|attn_sink$)", "num_attention_heads"),
         (r"\.attn\.wo_[ab]\.", "o_groups"),
     )
 )
@@ -55,8 +59,7 @@ _ENGRAM_TABLE = re.compile(r"^layers\.(\d+)\.engram\.embed\.")
 class CacheBytes:
     """The caches of `batch` requests of `context` tokens each, in the records of the released arithmetic.
 
-    Rows of width d: window d + d/32 (MXFP8), compressed d/2 + d/16 (NVFP4), index key d/2 + d/32 (MXFP4). per_token is
-    what one more token adds to one request.
+    per_token is what one more token adds to one request.
     """
 
     per_token: float
@@ -79,18 +82,16 @@ def _part_of_kind(kind: str) -> str:
 
 def part_names() -> tuple[str, ...]:
     """All parts in the order of the tables."""
-    order = ("embedding", "attention", "compressor", "indexer", "experts", "shared experts", "router", "mHC", "norms")
-    return (*order, "engram", "draft", "head", LEFT_OUT, OTHER)
+    order = ("embedding", "attention", "compressor", "indexer", "experts", "shared experts", "dense feed-forward", "router")
+    return (*order, "mHC", "norms", "engram", "draft", "head", LEFT_OUT, DRAFT_LEFT_OUT, OTHER)
 
 
 def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
-    """The caches for `batch` requests of `context` tokens. Raises ValueError for sizes that the model does not take."""
-    if not 1 <= context <= config.max_position_embeddings:
-        raise ValueError(
-            f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings)."
-        )
-    if batch < 1:
-        raise ValueError(f"batch = {batch} must be at least 1.")
+    """The caches of V4.1 for `batch` requests of `context` tokens. ValueError for sizes that the model does not take.
+
+    Rows of width d: window d + d/32 (MXFP8), compressed d/2 + d/16 (NVFP4), index key d/2 + d/32 (MXFP4).
+    """
+    _check_sizes(config, context, batch)
     width, index = config.head_dim, config.index_head_dim
     window_row, compressed_row, index_row = width + width // 32, width // 2 + width // 16, index // 2 + index // 32
     plan = layer_plan(config)
@@ -109,7 +110,30 @@ def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
     return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})
 
 
-def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devices: Sequence[int]) -> dict[int, int]:
+def latent_cache_bytes(config: V32Config, context: int, batch: int) -> CacheBytes:
+    """The caches of V3.2 for `batch` requests of `context` tokens. ValueError for sizes that the model does not take.
+
+    A latent row takes its FP8 values, 4 bytes for every 128 of them, and the rotated key in bf16; an index key its FP8
+    values and 4 bytes.
+    """
+    _check_sizes(config, context, batch)
+    latent_row = config.kv_lora_rank + config.kv_lora_rank // 128 * 4 + 2 * config.qk_rope_head_dim
+    rows = {"latent KV": latent_row, "index keys": config.index_head_dim + 4}
+    layers = config.num_hidden_layers
+    parts = {part: layers * size * context * batch for part, size in rows.items()}
+    return CacheBytes(float(layers * sum(rows.values())), parts)
+
+
+def _check_sizes(config: V41Config | V32Config, context: int, batch: int) -> None:
+    if not 1 <= context <= config.max_position_embeddings:
+        raise ValueError(
+            f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings)."
+        )
+    if batch < 1:
+        raise ValueError(f"batch = {batch} must be at least 1.")
+
+
+def weights_per_device(config: Any, sizes: Iterable[tuple[str, int]], devices: Sequence[int]) -> dict[int, int]:
     """Number of devices -> bytes of weights on the fullest of them. sizes: official tensor names and their bytes.
 
     Experts, heads, vocabulary rows and Engram rows are divided, whole units at a time; the rest is on every device.
@@ -125,12 +149,13 @@ def weights_per_device(config: V41Config, sizes: Iterable[tuple[str, int]], devi
     return {count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices}
 
 
-def _units(config: V41Config, name: str) -> int:
+def _units(config: Any, name: str) -> int:
     """Into how many equal parts a tensor can be divided among devices; 1: it is replicated."""
     table = _ENGRAM_TABLE.match(name)
     if table is not None and int(table[1]) in config.engram_layer_ids:
         return config.engram_num_embeddings[config.engram_layer_ids.index(int(table[1]))]
-    return next((getattr(config, unit) for pattern, unit in _DIVIDED if pattern.search(name)), 1)
+    units = (getattr(config, unit, None) for pattern, unit in _DIVIDED if pattern.search(name))
+    return next((count for count in units if count is not None), 1)
 
 
 def human(size: int | float) -> str:

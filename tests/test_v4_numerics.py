@@ -36,5 +36,5 @@ def test_generate_gives_the_tokens_of_the_golden_run():
     lm = load_model(CHECKPOINT, "f32", progress=False)
     prompt, wanted = golden["len9.input_ids"][0], golden["len9.decode.token_ids"]
     assert generate(lm, [prompt], len(wanted), stop_ids=[-1]) == [wanted.tolist()]
-    with pytest.raises(ValueError, match="this model reads text alone"):
+    with pytest.raises(ValueError, match="takes text alone"):
         lm.prefill(lm.new_cache(1, 32), [prompt], [[ImageSpan(0, np.zeros((1, lm.config.hidden_size), np.float32))]])

@@ -60,3 +60,11 @@ TABLE |= {
     "v4.gate.ratio": (1e-6, "float32 scores of 128 terms, normalised; golden/README.md states 1e-6"),
     "v4.gate.softmax": (1e-5, "the file's logits reach 2000, so a float32 sum's last bits move a probability by 1e-5"),
 }
+
+# ---------------------------------------------------------------- V3.2
+
+TABLE |= {
+    "model.hadamard": (1e-6, "float32 sums of up to 128 terms; golden/README.md states 1e-6"),
+    "model.mla.f32": (3e-6, "float32 sums in another order; golden/README.md states 3e-6"),
+    "model.mla.bf16": (0.03, "bf16 roundings of scores and outputs; golden/README.md states 0.03"),
+}

@@ -7,15 +7,16 @@ import numpy as np
 
 from dsa_jax.config import V41Config
 from dsa_jax.config_v4 import V4Config
+from dsa_jax.config_v32 import V32Config
 from dsa_jax.decode import LanguageModel
-from dsa_jax.golden import v4, v41
+from dsa_jax.golden import v4, v32, v41
 from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import NEG_INF
 
 # What a family's files hold beyond the taps: a module with `of_layers` (derived from taps), `of_cache` (read from the
 # cache after the prefill), `of_prefill` (everything else that follows a prefill), `of_end` (read from the cache after
 # the last step) and `image_span` (where its prompts may hold an image).
-RESULTS = {V41Config: v41, V4Config: v4}
+RESULTS = {V41Config: v41, V4Config: v4, V32Config: v32}
 
 
 def clean_rows(lm: LanguageModel) -> float:

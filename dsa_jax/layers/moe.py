@@ -1,5 +1,7 @@
 """Mixture of experts: routing by sqrt-softplus scores with a selection bias, FP4 routed experts, one shared expert."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -121,16 +123,27 @@ class Experts(nnx.Module):
             token = jnp.where(pair < 0, -1, pair // k)
             rows = ops.gather_rows(x, token)
             weight = ops.gather_rows(weights.reshape(-1), pair)[:, None]
-            a = swiglu(self.w1.one(e, rows, numerics), self.w3.one(e, rows, numerics), self.limit, weight)
-            return ops.scatter_rows(pairs_out, pair, self.w2.one(e, numerics.round(a), numerics))
+            return ops.scatter_rows(pairs_out, pair, self.weighted(e, rows, weight, numerics))
 
         # The trip count is data: only tiles that hold a pair are computed.
-        out = lax.fori_loop(0, last_tile[-1], one_tile, jnp.zeros((T * k, d), numerics.dtype)).reshape(T, k, d)
+        pairs_out = jnp.zeros((T * k, d), self.weighted_dtype(numerics))
+        out = lax.fori_loop(0, last_tile[-1], one_tile, pairs_out).reshape(T, k, d)
         out = jnp.take_along_axis(out, jnp.argsort(chosen, axis=-1)[..., None], axis=1)
         y = jnp.zeros((T, d), jnp.float32)
         for i in range(k):
             y = y + f32(out[:, i])
         return y
+
+    def weighted(
+        self, expert: Array, rows: Float[Array, "R d"], weight: Float[Array, "R 1"], numerics: Numerics
+    ) -> Float[Array, "R d"]:
+        """expert(rows)·weight: the weight enters before w2."""
+        gate, up = self.w1.one(expert, rows, numerics), self.w3.one(expert, rows, numerics)
+        return self.w2.one(expert, numerics.round(swiglu(gate, up, self.limit, weight)), numerics)
+
+    def weighted_dtype(self, numerics: Numerics) -> Any:
+        """The dtype that `weighted` returns."""
+        return numerics.dtype
 
 
 class MoE(nnx.Module):

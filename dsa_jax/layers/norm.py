@@ -1,4 +1,6 @@
-"""RMSNorm."""
+"""RMSNorm and LayerNorm."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,11 +11,11 @@ from dsa_jax.numerics import Numerics, f32
 
 
 class RMSNorm(nnx.Module):
-    """w · x / sqrt(mean(x²) + eps) over the last axis, in float32, rounded once. Weight bf16."""
+    """w · x / sqrt(mean(x²) + eps) over the last axis, in float32, rounded once. Weight of `dtype`."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, dtype: Any = jnp.bfloat16):
         self.eps = eps
-        self.weight = nnx.Param(jnp.zeros((width,), jnp.bfloat16))
+        self.weight = nnx.Param(jnp.zeros((width,), dtype))
 
     def __call__(self, x: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows d"]:
         return numerics.round(f32(self.weight[...]) * (f32(x) * inverse_rms(x, self.eps)))
@@ -22,3 +24,16 @@ class RMSNorm(nnx.Module):
 def inverse_rms(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows 1"]:
     """1 / sqrt(mean(x²) + eps) over the last axis, in float32."""
     return lax.rsqrt(jnp.mean(jnp.square(f32(x)), axis=-1, keepdims=True) + eps)
+
+
+class LayerNorm(nnx.Module):
+    """w · (x - mean(x)) / sqrt(var(x) + eps) + b over the last axis, in float32, rounded once. Weight and bias float32."""
+
+    def __init__(self, width: int, eps: float):
+        self.eps = eps
+        self.weight = nnx.Param(jnp.zeros((width,), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((width,), jnp.float32))
+
+    def __call__(self, x: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows d"]:
+        centred = f32(x) - jnp.mean(f32(x), axis=-1, keepdims=True)
+        return numerics.round(centred * inverse_rms(centred, self.eps) * self.weight[...] + self.bias[...])

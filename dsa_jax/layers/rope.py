@@ -1,4 +1,5 @@
-"""Rotary position embedding: interleaved pairs over the last dims of a head, with YaRN where the layer has it."""
+"""Rotary position embedding, with YaRN where the layer has it: interleaved pairs over the last dims of a head, or
+half-split pairs over the first."""
 
 import math
 
@@ -53,3 +54,15 @@ def apply_rope(x: Array, angles: Angles, numerics: Numerics, *, inverse: bool = 
     a, b = rotated[..., 0::2], rotated[..., 1::2]
     rotated = jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(rotated.shape)
     return jnp.concatenate([numerics.round(rest), numerics.round(rotated)], axis=-1)
+
+
+def apply_rope_half_split(x: Array, angles: Angles, numerics: Numerics) -> Array:
+    """Rotates the first 2·half values of `x` [*rows, .., d], pairs (i, i + half); the others pass through.
+
+    Otherwise as `apply_rope`. Source: the indexer of DeepSeek-V3.2's corrected inference code.
+    """
+    half = angles[0].shape[-1]
+    between = (1,) * (x.ndim - angles[0].ndim)
+    cos, sin = (a.reshape(*a.shape[:-1], *between, half) for a in angles)
+    a, b, rest = f32(x[..., :half]), f32(x[..., half : 2 * half]), x[..., 2 * half :]
+    return jnp.concatenate([numerics.round(v) for v in (a * cos - b * sin, a * sin + b * cos, rest)], axis=-1)

@@ -2,14 +2,30 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
-# (pattern, replacement), applied in order: what re-exports of V4.1 write differently from the official files.
+# (pattern, replacement), applied in order: what re-exports of V4.1, and the official files of V3.2, write differently
+# from the names of DeepSeek's own inference code, which are those of our parameters.
 RENAMES = (
     (r"^model\.", ""),
     (r"\.self_attn\.", ".attn."),
     (r"^(?!vision\.)(.*)\.mlp\.", r"\1.ffn."),
     (r"\.weight_scale_inv$", ".scale"),
     (r"\.e_score_correction_bias$", ".bias"),
+    (r"^embed_tokens\.", "embed."),
+    (r"^lm_head\.", "head."),
+    (r"\.input_layernorm\.", ".attn_norm."),
+    (r"\.post_attention_layernorm\.", ".ffn_norm."),
+    (r"\.q_a_proj\.", ".wq_a."),
+    (r"\.q_a_layernorm\.", ".q_norm."),
+    (r"\.q_b_proj\.", ".wq_b."),
+    (r"\.kv_a_proj_with_mqa\.", ".wkv_a."),
+    (r"\.kv_a_layernorm\.", ".kv_norm."),
+    (r"\.kv_b_proj\.", ".wkv_b."),
+    (r"\.o_proj\.", ".wo."),
+    (r"\.gate_proj\.", ".w1."),
+    (r"\.down_proj\.", ".w2."),
+    (r"\.up_proj\.", ".w3."),
 )
 
 # (pattern of the renamed name, why its tensors are left out).
@@ -48,8 +64,11 @@ def official_name(name: str) -> str:
     return name
 
 
-def left_out_reason(name: str) -> str | None:
-    """Why the tensor of official name `name` is not loaded; None if it is."""
+def left_out_reason(name: str, rules: Sequence[tuple[str, str]] = ()) -> str | None:
+    """Why the tensor of official name `name` is not loaded; None if it is. rules: (pattern, reason) beside LEFT_OUT."""
+    for pattern, reason in rules:
+        if re.search(pattern, name):
+            return reason
     if _ANY_LEFT_OUT.search(name) is None:
         return None
     return next(reason for pattern, reason in _LEFT_OUT if pattern.search(name))

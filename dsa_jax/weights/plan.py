@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -66,9 +66,13 @@ class LoadPlan:
         return sum(source.nbytes for entry in self.entries for source in entry.sources)
 
 
-def make_plan(abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Path) -> LoadPlan:
+def make_plan(
+    abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Path, left_out: Sequence[tuple[str, str]] = ()
+) -> LoadPlan:
     """Matches the parameters `abstract` (path -> shape and dtype) with the tensors in `directory`.
 
+    left_out: (pattern of official names, reason) of tensors that this checkpoint's model leaves out, beside those that
+    every model leaves out.
     A parameter of dtype uint8 whose path ends in ".scale" becomes float32 where the file has F32 scales: a float scale
     is never read as exponent bytes.
     Raises one ValueError that lists all problems: missing or cut shards, tensors missing, unexpected or twice there,
@@ -79,7 +83,7 @@ def make_plan(abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Pat
     problems.add_all("files", checkpoint.problems)
     if not checkpoint.files:
         problems.refuse(checkpoint)
-    found, notes = _by_parameter(checkpoint, problems)
+    found, notes = _by_parameter(checkpoint, left_out, problems)
     unreadable = {names.target(names.official_name(name)).path for name in checkpoint.unreadable}
 
     entries = []
@@ -130,7 +134,7 @@ class _Problems:
 
 
 def _by_parameter(
-    checkpoint: Checkpoint, problems: _Problems
+    checkpoint: Checkpoint, rules: Sequence[tuple[str, str]], problems: _Problems
 ) -> tuple[dict[str, dict[int | None, TensorInfo]], list[str]]:
     """Parameter path -> {place on the stacked axis or None: tensor}, and the notes about what is left out."""
     found: dict[str, dict[int | None, TensorInfo]] = {}
@@ -138,7 +142,7 @@ def _by_parameter(
     left_out_bytes: collections.Counter[str] = collections.Counter()
     for name, tensor in checkpoint.tensors.items():
         official = names.official_name(name)
-        reason = names.left_out_reason(official)
+        reason = names.left_out_reason(official, rules)
         if reason is not None:
             left_out[reason] += 1
             left_out_bytes[reason] += tensor.nbytes
