@@ -124,8 +124,7 @@ def _judge_equal(label: str, ours: np.ndarray, golden: np.ndarray, judged: bool)
 
 
 def _judge_lists(case: Case, name: str, ours: np.ndarray, golden: np.ndarray, tolerance: Tolerance) -> Row:
-    """Ours is always index_topk wide with -1 behind the list; the file's width follows the length, and its -1 may stand
-    in front."""
+    """Ours is always index_topk wide with -1 behind the list; the file's width follows the length."""
     label = case.prefix + name
     wanted = np.full(ours.shape, -1, np.int64)
     listed = np.where(golden == PADDING, -1, golden)
