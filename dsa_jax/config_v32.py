@@ -218,7 +218,7 @@ def _experts(c: Any) -> list[str]:
         return [f"n_group = {c.n_group} must divide n_routed_experts = {c.n_routed_experts}"]
     problems, size = [], c.n_routed_experts // c.n_group
     if size < 2 and c.n_group > 1:
-        problems.append(f"groups of {size} expert: a group is scored by its two best experts, so n_group = {c.n_group} is too many")
+        problems.append(f"n_group = {c.n_group} makes groups of {size} expert; a group is scored by its two best")
     if c.topk_group > c.n_group:
         problems.append(f"topk_group = {c.topk_group} is above n_group = {c.n_group}")
     elif c.num_experts_per_tok > c.topk_group * size:

@@ -154,8 +154,8 @@ def _units(config: Any, name: str) -> int:
     table = _ENGRAM_TABLE.match(name)
     if table is not None and int(table[1]) in config.engram_layer_ids:
         return config.engram_num_embeddings[config.engram_layer_ids.index(int(table[1]))]
-    units = (getattr(config, unit, None) for pattern, unit in _DIVIDED if pattern.search(name))
-    return next((count for count in units if count is not None), 1)
+    found = (getattr(config, unit) for pattern, unit in _DIVIDED if pattern.search(name) and hasattr(config, unit))
+    return next(found, 1)
 
 
 def human(size: int | float) -> str:

@@ -153,7 +153,7 @@ def test_ac_64_epsilon_reaches_every_norm():
         ({"kv_lora_rank": 500}, "kv_lora_rank = 500 must be a multiple of 128"),
         ({"num_attention_heads": 3, "v_head_dim": 64}, "num_attention_heads * v_head_dim = 192 must be a multiple of 128"),
         ({"n_group": 7}, "n_group = 7 must divide n_routed_experts = 256"),
-        ({"n_group": 256}, "groups of 1 expert"),
+        ({"n_group": 256}, "n_group = 256 makes groups of 1 expert"),
         ({"topk_group": 9}, "topk_group = 9 is above n_group = 8"),
         ({"num_experts_per_tok": 129}, "num_experts_per_tok = 129 is above the 128 experts"),
         ({"first_k_dense_replace": 62}, "first_k_dense_replace = 62 is outside 0..61"),

@@ -99,7 +99,8 @@ def test_cache_bytes_of_the_official_model():
 
 def test_heads_and_experts_are_divided():
     config = V32Config.from_dict(RELEASED)
-    for name in ("attn.wq_b.weight", "attn.wkv_b.scale", "attn.wo.weight", "ffn.experts.0.w1.weight", "attn.indexer.wq_b.scale"):
+    heads = ("attn.wq_b.weight", "attn.wkv_b.scale", "attn.wo.weight", "attn.indexer.wq_b.scale")
+    for name in (*heads, "ffn.experts.0.w1.weight"):
         assert weights_per_device(config, [(f"layers.9.{name}", 1024)], [8]) == {8: 128}
     for name in ("attn.wkv_a.weight", "ffn.shared_experts.w1.weight", "ffn.gate.weight"):
         assert weights_per_device(config, [(f"layers.9.{name}", 1024)], [8]) == {8: 1024}
@@ -114,7 +115,8 @@ def test_demo_checkpoint_is_official_in_every_tensor_and_loads(tmp_path):
     assert {role.ffn for role in report.plan} == {"dense", "moe"} and report.by_part["draft (left out)"][0] > 0
     stored = scan_checkpoint(tmp_path / "demo").tensors
     assert all(name.startswith(("model.", "lm_head.")) for name in stored)
-    for name in ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts.3.down_proj", "model.layers.2.self_attn.kv_a_proj_with_mqa"):
+    for name in ("0.mlp.up_proj", "1.mlp.experts.3.down_proj", "2.self_attn.kv_a_proj_with_mqa"):
+        name = "model.layers." + name
         weight, scale = (stored[name + end].view().astype(np.float64) for end in (".weight", ".weight_scale_inv"))
         values = weight * np.repeat(np.repeat(scale, 128, 0), 128, 1)[: weight.shape[0], : weight.shape[1]]
         assert 224 < np.abs(weight).max() <= 448 and 0.9 < values.std() * np.sqrt(weight.shape[1]) < 1.1

@@ -9,7 +9,6 @@ from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.tolerances import TOLERANCES, Tolerance
 
 INPUTS = ("input_ids", "positions", "patches", "token_types", "image_start_pos_hw", "encoded_image")
-PADDING = -2  # fills lists of different lengths in one tensor; the file's lists end in -1 otherwise
 HIDDEN = (
     "h", "input_h", "final_hidden", "final_hidden_normed", "main_hidden", "engram_out", "latent", "logits",
     "logits_at_positions",
@@ -124,12 +123,12 @@ def _judge_equal(label: str, ours: np.ndarray, golden: np.ndarray, judged: bool)
 
 
 def _judge_lists(case: Case, name: str, ours: np.ndarray, golden: np.ndarray, tolerance: Tolerance) -> Row:
-    """Ours is always index_topk wide with -1 behind the list; the file's width follows the length."""
+    """Ours is always index_topk wide with -1 behind the list. The file's width follows the length; -1, or -2, may stand
+    anywhere in it for none."""
     label = case.prefix + name
     wanted = np.full(ours.shape, -1, np.int64)
-    listed = np.where(golden == PADDING, -1, golden)
-    # Some files have the -1 in front of the list.
-    wanted[:, : golden.shape[1]] = np.take_along_axis(listed, np.argsort(listed < 0, axis=1, kind="stable"), axis=1)
+    entries = np.sort(np.where(golden < 0, np.iinfo(np.int64).max, golden.astype(np.int64)), axis=1)
+    wanted[:, : golden.shape[1]] = np.where(entries == np.iinfo(np.int64).max, -1, entries)
     if golden.shape[1] > ours.shape[1] or len(golden) != len(ours):
         return Row(label, False, "shape", None, None, f"{list(ours.shape)} for {list(golden.shape)}")
     if tolerance.exact:

@@ -1,4 +1,4 @@
-"""Mixture of experts of V3.2: group-limited sigmoid routing, FP8 experts, one shared expert (spec deepseek-v32 section 5)."""
+"""Mixture of experts of V3.2: group-limited routing, FP8 experts, one shared expert (spec deepseek-v32 section 5)."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from dsa_jax import ops
 from dsa_jax.config_v32 import V32Config
-from dsa_jax.layers.linear import QuantizedExpertLinears
 from dsa_jax.layers.moe import Experts, SharedExpert, swiglu
 from dsa_jax.numerics import Numerics, f32, matmul
 from dsa_jax.tap import Tap
@@ -54,6 +54,25 @@ def route_in_groups(
     if scoring_func == "sigmoid":
         weights = weights / weights.sum(-1, keepdims=True)
     return chosen.astype(jnp.int32), weights * routed_scaling_factor
+
+
+class QuantizedExpertLinears(nnx.Module):
+    """The same FP8 linear of every expert: weight E4M3 [E, out, in] with one scale per tile of each expert.
+
+    The input is quantised to FP8 in groups as wide as a tile.
+    """
+
+    def __init__(self, experts: int, out_features: int, in_features: int, block: tuple[int, int]):
+        self.block, self.input_kind = block, f"fp8_{block[1]}"
+        tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
+        self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features), jnp.float8_e4m3fn))
+        self.scale = nnx.Param(jnp.zeros((experts, *tiles), jnp.uint8))
+
+    def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
+        """The linear of one expert (a traced index): only its weight is dequantised."""
+        weight, scale = self.weight[...][expert], self.scale[...][expert]
+        dense = ops.dequantize_weight(weight, scale, self.block, numerics.dtype)
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
 
 
 class QuantizedExperts(Experts):

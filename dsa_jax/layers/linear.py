@@ -60,22 +60,3 @@ class ExpertLinears(nnx.Module):
         weight, scale = self.weight[...][expert], self.scale[...][expert]
         dense = ops.dequantize_weight(weight, scale, FP4_SCALE_BLOCK, numerics.dtype)
         return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
-
-
-class QuantizedExpertLinears(nnx.Module):
-    """The same FP8 linear of every expert: weight E4M3 [E, out, in] with one scale per tile of each expert.
-
-    The input is quantised to FP8 in groups as wide as a tile.
-    """
-
-    def __init__(self, experts: int, out_features: int, in_features: int, block: tuple[int, int]):
-        self.block, self.input_kind = block, f"fp8_{block[1]}"
-        tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
-        self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features), jnp.float8_e4m3fn))
-        self.scale = nnx.Param(jnp.zeros((experts, *tiles), jnp.uint8))
-
-    def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
-        """The linear of one expert (a traced index): only its weight is dequantised."""
-        weight, scale = self.weight[...][expert], self.scale[...][expert]
-        dense = ops.dequantize_weight(weight, scale, self.block, numerics.dtype)
-        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
