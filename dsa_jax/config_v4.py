@@ -165,7 +165,8 @@ def _widths(c: Any) -> list[str]:
     problems = []
     if c.rope_scaling.beta_fast < c.rope_scaling.beta_slow:
         problems.append(
-            f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below beta_slow = {c.rope_scaling.beta_slow}"
+            f"rope_scaling.beta_fast = {c.rope_scaling.beta_fast} must not be below "
+            f"beta_slow = {c.rope_scaling.beta_slow}"
         )
     group = c.weight_block_size[1]
     if group not in (32, 64, 128):
@@ -234,5 +235,7 @@ def _layers(c: Any) -> list[str]:
     if any(ratio < 0 for ratio in ratios):
         problems.append(f"compress_ratios = {list(ratios)} has a negative entry; 0 means window only")
     if any(ratios[layers:]):
-        problems.append(f"compress_ratios ends in {list(ratios[layers:])}; the MTP layer sees the window alone: ratio 0")
+        problems.append(
+            f"compress_ratios ends in {list(ratios[layers:])}; the MTP layer sees the window alone: ratio 0"
+        )
     return problems

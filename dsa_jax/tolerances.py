@@ -27,8 +27,9 @@ class Tolerance:
 
     exact: integer tensors are equal, element for element. logits: largest absolute difference, or None where they are
     held to `hidden`. hidden: relative Frobenius distance over all compared rows; hidden_first: the same after the first
-    layer. clean_row: relative distance of the prefill's clean rows (a family's share of them, CLEAN_ROWS). lists: smallest mean share of a selected list
-    that agrees, on rows whose stored margin is positive. top1: smallest share of rows whose best token agrees.
+    layer. clean_row: relative distance of the prefill's clean rows (a family's share of them, CLEAN_ROWS). lists:
+    smallest mean share of a selected list that agrees, on rows whose stored margin is positive. top1: smallest share of
+    rows whose best token agrees.
     """
 
     exact: bool

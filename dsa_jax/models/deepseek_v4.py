@@ -63,7 +63,10 @@ class DeepseekV4(StreamHead):
         return self.head.in_float32(self.norm(h, numerics))
 
     def draft(self, cache: V4Cache, tokens: Int32[Array, " B"], numerics: Numerics) -> Draft:
-        """One greedy draft after `tokens`, which follow the tokens in the cache (at least one). The cache stays as it is."""
+        """One greedy draft after `tokens`, which follow the tokens in the cache (at least one).
+
+        The cache is not changed.
+        """
         (layer,) = self.mtp
         embedded = self.embed(tokens[:, None], numerics)
         step = Step.of(cache.length - 1, jnp.ones_like(cache.length), cache.block_table, 1)
