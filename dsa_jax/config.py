@@ -175,9 +175,10 @@ class V41Config:
 
 def _families() -> dict[str, Any]:
     """model_type -> config class. The other families' files take what they share from this one."""
+    from dsa_jax.config_v4 import V4Config
     from dsa_jax.config_v32 import V32Config
 
-    return {"deepseek_v41": V41Config, "deepseek_v32": V32Config}
+    return {"deepseek_v41": V41Config, "deepseek_v4": V4Config, "deepseek_v32": V32Config}
 
 
 def load_config(directory: str | Path) -> Any:

@@ -22,6 +22,7 @@ from dsa_jax.tap import Tap
 SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
 
+Cache = Any  # the family's own: a pytree with `length` and `requests`
 HostOrDevice = np.ndarray | Array
 Cache = Any
 """A cache of the model's family: what its `new_cache` makes."""

@@ -13,8 +13,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from dsa_jax import demo_v32
+from dsa_jax import demo_v4, demo_v32
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.demo_tokenizer import IMAGE, NOISE, SPECIAL_TOKENS, VOCABULARY, demo_tokenizer
 from dsa_jax.inventory import inventory_of
@@ -195,6 +196,7 @@ def _v41_raw_config(compressed: int) -> dict:
 
 RECIPES = {
     "v41": Recipe(V41Config, _v41_raw_config, lambda name: name),
+    "v4": Recipe(V4Config, lambda compressed: demo_v4.RAW_CONFIG, lambda name: name),
     "v32": Recipe(V32Config, lambda compressed: demo_v32.RAW_CONFIG, official_v32.file_name),
 }
 
@@ -232,6 +234,9 @@ _VALUES: tuple[tuple[str, Callable[[np.ndarray, Any], np.ndarray]], ...] = (
     ("attn_sink", lambda r, c: r),
     (".bias", lambda r, c: 0.1 * r),
     (".bias_vl", lambda r, c: 0.1 * r),
+    (".tid2eid", lambda r, c: _expert_table(r, c.n_routed_experts)),
+    (".ape", lambda r, c: r),
+    ("hc_head_base", lambda r, c: _mix_base(c.hc_mult)[: c.hc_mult] + 0.1 * r),
     ("_scale", lambda r, c: 0.5 + 0.05 * r),
     ("_base", lambda r, c: _mix_base(c.hc_mult) + 0.1 * r),
     # Twice as wide as the rest, so that the next token is not close to uniform.
@@ -243,6 +248,12 @@ def _mix_base(copies: int) -> np.ndarray:
     """Biases of a hyper-connection: copies collapse to about their mean and mostly stay where they are."""
     collapse = np.full(copies, -np.log(copies - 1.0))  # sigmoid gives 1 / copies
     return np.concatenate([collapse, np.zeros(copies), 2 * np.eye(copies).ravel()])
+
+
+def _expert_table(drawn: np.ndarray, experts: int) -> np.ndarray:
+    """Distinct expert ids for each token: neighbours of a random one."""
+    first = (np.abs(drawn[:, :1]) * 1e4).astype(np.int64)
+    return (first + np.arange(drawn.shape[1])) % experts
 
 
 def _plain(name: str, spec: TensorSpec, config: Any, rng: np.random.Generator) -> np.ndarray:

@@ -9,10 +9,12 @@ import numpy as np
 from flax import nnx
 
 from dsa_jax import layer_plan_v32
-from dsa_jax.cache import latent, state
+from dsa_jax.cache import latent, state, state_v4
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layers.engram_hash import EngramTokenMap
+from dsa_jax.models.deepseek_v4 import DeepseekV4
 from dsa_jax.models.deepseek_v32 import DeepseekV32
 from dsa_jax.models.deepseek_v41 import DeepseekV41
 
@@ -39,10 +41,15 @@ def _v41_buffers(directory: Path, config: V41Config) -> dict[str, np.ndarray]:
     return {"token_map": EngramTokenMap.from_checkpoint(directory, config).ids}
 
 
+def _no_buffers(directory: Path, config: Any) -> dict[str, np.ndarray]:
+    return {}
+
+
 FAMILIES: dict[type, Family] = {
     V41Config: Family(DeepseekV41, state.new_cache, state.capacity, _v41_buffers),
+    V4Config: Family(DeepseekV4, state_v4.new_cache, state_v4.capacity, _no_buffers),
     V32Config: Family(
-        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, lambda directory, config: {}, layer_plan_v32.left_out
+        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, _no_buffers, layer_plan_v32.left_out
     ),
 }
 

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsa_jax import layer_plan_v32, memory
+from dsa_jax import layer_plan_v4, layer_plan_v32, memory, memory_v4
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
-from dsa_jax.weights import official, official_v32
+from dsa_jax.weights import official, official_v4, official_v32
 from dsa_jax.weights.official import TensorSpec
 
 
@@ -43,6 +44,11 @@ def _v41_row(config: V41Config, role: LayerRole) -> tuple[str, ...]:
     return (str(role.ratio), role.mode, *sources, candidates, *flags, *_rope(role))
 
 
+def _v4_row(config: V4Config, role: layer_plan_v4.V4LayerRole) -> tuple[str, ...]:
+    selected = str(config.index_topk) if role.mode == "indexed" else "-"
+    return (str(role.ratio), role.mode, selected, "token" if role.hash_routed else "score", *_rope(role))
+
+
 def _v32_row(config: V32Config, role: layer_plan_v32.LatentRole) -> tuple[str, ...]:
     return (role.ffn, str(config.index_topk), *_rope(role))
 
@@ -62,6 +68,17 @@ _INVENTORIES: dict[type, Inventory] = {
         row=_v41_row,
         tensors=official.official_tensors,
         caches=memory.cache_bytes,
+        left_out=lambda config: (),
+    ),
+    V4Config: Inventory(
+        name="DeepSeek-V4",
+        model_type="deepseek_v4",
+        plan=layer_plan_v4.layer_plan,
+        draft=layer_plan_v4.draft_plan,
+        columns=("ratio", "mode", "top-k", "experts by", "theta", "YaRN"),
+        row=_v4_row,
+        tensors=official_v4.official_tensors,
+        caches=memory_v4.cache_bytes,
         left_out=lambda config: (),
     ),
     V32Config: Inventory(

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from dsa_jax.config import V41Config
 from dsa_jax.config_v32 import V32Config
@@ -31,7 +32,7 @@ _PARTS = tuple(
         (r"\.ffn\.shared_experts\.", "shared experts"),
         (r"\.ffn\.gate\.", "router"),
         (r"\.ffn\.w\d\.", "dense feed-forward"),
-        (r"\.hc_(attn|ffn)_", "mHC"),
+        (r"\.hc_(attn|ffn)_|^hc_head_", "mHC"),
         (r"\.attn\.", "attention"),
         (r"norm\.weight$", "norms"),
     )
@@ -132,9 +133,7 @@ def _check_sizes(config: V41Config | V32Config, context: int, batch: int) -> Non
         raise ValueError(f"batch = {batch} must be at least 1.")
 
 
-def weights_per_device(
-    config: V41Config | V32Config, sizes: Iterable[tuple[str, int]], devices: Sequence[int]
-) -> dict[int, int]:
+def weights_per_device(config: Any, sizes: Iterable[tuple[str, int]], devices: Sequence[int]) -> dict[int, int]:
     """Number of devices -> bytes of weights on the fullest of them. sizes: official tensor names and their bytes.
 
     Experts, heads, vocabulary rows and Engram rows are divided, whole units at a time; the rest is on every device.
@@ -150,7 +149,7 @@ def weights_per_device(
     return {count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices}
 
 
-def _units(config: V41Config | V32Config, name: str) -> int:
+def _units(config: Any, name: str) -> int:
     """Into how many equal parts a tensor can be divided among devices; 1: it is replicated."""
     table = _ENGRAM_TABLE.match(name)
     if table is not None and int(table[1]) in config.engram_layer_ids:

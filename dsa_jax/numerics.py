@@ -24,14 +24,21 @@ from dsa_jax import ops
 
 @dataclass(frozen=True)
 class CacheRows:
-    """How one kind of cache row is stored: a record format, and the quantiser to apply where the format has none."""
+    """How one kind of cache row is stored: a record format, and the quantiser to apply where the format has none.
+
+    The quantiser leaves the last `rotated` dims as they are.
+    """
 
     format: ops.RecordFormat
     fake: str | None
+    rotated: int = 0
 
     def prepare(self, x: Array) -> Array:
         """The values of `x` as attention will see them, or `x` itself where the record's writer quantises it."""
-        return x if self.fake is None else ops.fake_quantize(x, self.fake)
+        if self.fake is None:
+            return x
+        plain = x.shape[-1] - self.rotated
+        return jnp.concatenate([ops.fake_quantize(x[..., :plain], self.fake), x[..., plain:]], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,15 @@ class Numerics:
     def compressed_rows(self, width: int) -> CacheRows:
         """Compressed KV: FP4 in groups of 16 with E4M3 scales, 288 bytes at width 512."""
         return self._rows(width, ops.V41NVFP4, "nvfp4_16")
+
+    def partly_rotated_rows(self, width: int, rotated: int) -> CacheRows:
+        """Window and compressed KV of V4: FP8 in groups of 64, the last `rotated` dims bf16; 584 bytes at width 512.
+
+        The record keeps what the quantiser gives to the bit: FP8 times a power of two is exact in bf16.
+        """
+        if self.dtype == jnp.bfloat16:
+            return CacheRows(ops.Model1(width, rotated), None)
+        return CacheRows(ops.Plain(width, self.dtype), "fp8_64" if self.quantize else None, rotated)
 
     def index_key_rows(self, width: int) -> CacheRows:
         """Index keys: FP4 in groups of 32 with power-of-two scales, 68 bytes at width 128."""

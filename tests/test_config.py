@@ -79,7 +79,7 @@ def test_vision_is_optional():
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v41_text", "deepseek_v410", "", None])
+@pytest.mark.parametrize("model_type", ["deepseek_v4_text", "deepseek_v41_text", "deepseek_v410", "", None])
 def test_unknown_model_type(tmp_path, model_type):
     (tmp_path / "config.json").write_text(json.dumps(official_config() | {"model_type": model_type}))
     with pytest.raises(ValueError) as caught:

@@ -125,5 +125,5 @@ def test_demo_checkpoint_is_official_in_every_tensor_and_loads(tmp_path):
 
 
 def test_a_demo_of_an_unknown_family_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no demo of the family 'v5'. Allowed: v41, v32"):
+    with pytest.raises(ValueError, match="no demo of the family 'v5'. Allowed: v41, v4, v32"):
         write_demo_checkpoint(tmp_path / "demo", family="v5")

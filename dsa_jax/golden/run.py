@@ -1,19 +1,27 @@
 """Runs the token ids of a golden file through a model and names the results as the file does."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
 from dsa_jax.config_v32 import V32Config
-from dsa_jax.decode import Cache, LanguageModel
-from dsa_jax.golden import v32, v41
+from dsa_jax.decode import LanguageModel
+from dsa_jax.golden import v4, v32, v41
 from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import NEG_INF
 
 # What a family's files hold beyond the taps: a module with `of_layers` (derived from taps), `of_cache` (read from the
-# cache after the prefill) and `image_span` (where its prompts may hold an image).
-RESULTS = {V41Config: v41, V32Config: v32}
+# cache after the prefill), `of_prefill` (everything else that follows a prefill), `of_end` (read from the cache after
+# the last step) and `image_span` (where its prompts may hold an image).
+RESULTS = {V41Config: v41, V4Config: v4, V32Config: v32}
+
+
+def clean_rows(lm: LanguageModel) -> float:
+    """The share of a prefill's rows that no rounding flip has reached in the files of the model's family."""
+    return RESULTS[type(lm.config)].CLEAN_ROWS
 
 
 def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:
@@ -23,6 +31,7 @@ def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:
     cache = lm.new_cache(1, n + steps)
     rows = max(16, 1 << (n - 1).bit_length()) if n <= 64 else n
     out, cache = _prefill(lm, results, case, cache, rows)
+    out |= results.of_prefill(lm, case, cache, out)
     yield "prefill", {}
     with_draft = any(name.startswith("dspark.") for name in case.tensors)
     taken: list[Tensors] = []
@@ -34,7 +43,7 @@ def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:
         if with_draft:
             drafts.append(lm.draft(cache, case.fed[t + 1 : t + 2]))
         yield f"step {t + 1} of {steps}", {}
-    out |= _stacked(taken)
+    out |= _stacked(taken) | results.of_end(lm, cache, n + steps)
     if drafts:
         out |= {
             "dspark.output_ids": np.concatenate([np.asarray(d.ids) for d in drafts]),
@@ -48,7 +57,7 @@ def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:
     yield "done", out
 
 
-def _prefill(lm: LanguageModel, results, case: Case, cache: Cache, rows: int) -> tuple[Tensors, Cache]:
+def _prefill(lm: LanguageModel, results, case: Case, cache: Any, rows: int) -> tuple[Tensors, Any]:
     n = len(case.prompt)
     tokens = np.zeros((1, rows), np.int32)
     tokens[0, :n] = case.prompt

@@ -11,6 +11,9 @@ from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import edge_margin
 
 
+CLEAN_ROWS = 0.5  # share of a prefill's rows that no rounding flip has reached in the files
+
+
 def of_cache(lm: LanguageModel, cache: LatentCache, n: int) -> Tensors:
     """Latents, rotated keys and index keys of the one request after `n` tokens."""
     out: Tensors = {}
@@ -21,6 +24,16 @@ def of_cache(lm: LanguageModel, cache: LatentCache, n: int) -> Tensors:
         out[f"layer{index}.pe_cache"] = rows[:, lm.config.kv_lora_rank :]
         out[f"layer{index}.index_k"] = np.asarray(layer.index_keys.gather(slots, np.float32))
     return out
+
+
+def of_prefill(lm: LanguageModel, case: Case, cache: LatentCache, out: Tensors) -> Tensors:
+    """Nothing else follows a prefill."""
+    return {}
+
+
+def of_end(lm: LanguageModel, cache: LatentCache, n: int) -> Tensors:
+    """The files hold no cache after the last step."""
+    return {}
 
 
 def image_span(lm: LanguageModel, case: Case) -> NoReturn:

@@ -9,6 +9,9 @@ from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import NEG_INF, edge_margin
 
 
+CLEAN_ROWS = 0.5  # share of a prefill's rows that no rounding flip has reached in the files
+
+
 def of_cache(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
     """Rings, compressed rows and index keys of the one request after `n` tokens."""
     out: Tensors = {}
@@ -21,6 +24,16 @@ def of_cache(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
             out[f"layer{role.index}.compress_kv"] = np.asarray(source.compressed.gather(slots, np.float32))
             out[f"layer{role.index}.index_k"] = np.asarray(source.index_keys.gather(slots, np.float32))
     return out
+
+
+def of_prefill(lm: LanguageModel, case: Case, cache: Cache, out: Tensors) -> Tensors:
+    """Nothing else follows a prefill."""
+    return {}
+
+
+def of_end(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
+    """The files hold no cache after the last step."""
+    return {}
 
 
 def image_span(lm: LanguageModel, case: Case) -> ImageSpan:

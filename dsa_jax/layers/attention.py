@@ -1,12 +1,8 @@
-"""Attention of V4.1: one softmax over the window's rows and the selected compressed rows (spec deepseek-v41 section 5).
-
-Keys and values are one shared head: the same rows serve as both, so the output is rotated back.
-"""
+"""Attention of V4.1: one softmax over the window's rows and the selected compressed rows (spec deepseek-v41 section 5)."""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from flax import nnx
 from jaxtyping import Array, Float
 
 from dsa_jax import ops
@@ -15,10 +11,9 @@ from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole
 from dsa_jax.layers.compressor import Compressor
 from dsa_jax.layers.indexer import Indexer, Selected
-from dsa_jax.layers.linear import QuantizedLinear
-from dsa_jax.layers.norm import RMSNorm
-from dsa_jax.layers.rope import Angles, apply_rope, rope_angles
-from dsa_jax.numerics import Numerics, matmul
+from dsa_jax.layers.rope import Angles, apply_rope
+from dsa_jax.layers.shared_kv import SharedKVAttention
+from dsa_jax.numerics import Numerics
 from dsa_jax.step import Step, flatten_rows
 from dsa_jax.tap import Tap
 
@@ -33,69 +28,20 @@ class AttentionState:
     selected: Selected | None
 
 
-class Attention(nnx.Module):
-    """Projections, window rows, sink, and whatever the layer's role adds: compressor, indexer."""
+class Attention(SharedKVAttention):
+    """Window rows, and whatever the layer's role adds: compressor, indexer."""
 
     def __init__(self, config: V41Config, role: LayerRole):
+        super().__init__(config, role.rope, norm_heads=False)
         self.role = role
-        self.heads, self.head_dim, self.rope_dim = (
-            config.num_attention_heads,
-            config.head_dim,
-            config.qk_rope_head_dim,
-        )
-        self.groups, self.window = config.o_groups, config.sliding_window
-        width, eps, block = config.hidden_size, config.rms_norm_eps, config.weight_block_size
-        self.wq_a = QuantizedLinear(config.q_lora_rank, width, block)
-        self.q_norm = RMSNorm(config.q_lora_rank, eps)
-        self.wq_b = QuantizedLinear(self.heads * self.head_dim, config.q_lora_rank, block)
-        self.wkv = QuantizedLinear(self.head_dim, width, block)
-        self.kv_norm = RMSNorm(self.head_dim, eps)
-        self.wo_a = QuantizedLinear(
-            self.groups * config.o_lora_rank, self.heads * self.head_dim // self.groups, block
-        )
-        self.wo_b = QuantizedLinear(width, self.groups * config.o_lora_rank, block)
-        self.attn_sink = nnx.Param(jnp.zeros((self.heads,), jnp.float32))
         if role.mode == "full":
-            self.compressor = Compressor(width, self.head_dim, role.ratio, eps)
+            self.compressor = Compressor(config.hidden_size, self.head_dim, role.ratio, config.rms_norm_eps)
         if role.mode in ("full", "reindex"):
             self.indexer = Indexer(config, role)
 
-    def angles(self, positions: Array) -> Angles:
-        """This layer's rotation at `positions`; negative ones (padding) rotate by 0."""
-        return rope_angles(self.rope_dim, self.role.rope, jnp.maximum(positions, 0))
-
-    def query(
-        self, x: Float[Array, "B S d"], angles: Angles, numerics: Numerics
-    ) -> tuple[Float[Array, "B S r"], Float[Array, "B S H h"]]:
-        """The latent that the indexer shares, and the rotated queries (not normalised per head)."""
-        latent = self.q_norm(self.wq_a(x, numerics), numerics)
-        q = self.wq_b(latent, numerics).reshape(*x.shape[:-1], self.heads, self.head_dim)
-        return latent, apply_rope(q, angles, numerics)
-
     def window_rows(self, x: Float[Array, "B S d"], angles: Angles, numerics: Numerics) -> Float[Array, "B S h"]:
         """The rows that `x` adds to the window, as its record's writer takes them."""
-        row = apply_rope(self.kv_norm(self.wkv(x, numerics), numerics), angles, numerics)
-        return numerics.window_rows(self.head_dim).prepare(row)
-
-    def attend(
-        self,
-        q: Float[Array, "B S H h"],
-        caches: tuple[ops.PagedRows, ...],
-        slots: tuple[Array, ...],
-        angles: Angles,
-        numerics: Numerics,
-        tap: Tap | None = None,
-    ) -> Float[Array, "B S d"]:
-        """Softmax over the listed rows of the caches with the sink, inverse rotation, grouped output projection."""
-        o, _ = ops.sparse_decode(
-            q, caches, slots, sink=self.attn_sink[...], scale=self.head_dim**-0.5, p_dtype=numerics.dtype
-        )
-        if tap is not None:
-            tap("sparse_attn_out", o)
-        o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], self.groups, -1)
-        wo_a = self.wo_a.dequantized(numerics).reshape(self.groups, -1, o.shape[-1])
-        u = jnp.stack([numerics.round(matmul(o[:, :, g], wo_a[g])) for g in range(self.groups)], axis=2)
-        return self.wo_b(u.reshape(*u.shape[:2], -1), numerics)
+        return numerics.window_rows(self.head_dim).prepare(self.kv_row(x, angles, numerics))
 
     def __call__(
         self, x: Float[Array, "B S d"], step: Step, state: AttentionState, numerics: Numerics, tap: Tap | None = None

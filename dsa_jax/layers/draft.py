@@ -29,7 +29,10 @@ from dsa_jax.step import Step
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Draft:
-    """ids: the last token, then the greedy drafts, int32 [B, n+1]. logits: float32 [B, n, V]. confidence: float32 [B, n]."""
+    """ids: the last token, then the greedy drafts, int32 [B, n+1]. logits: float32 [B, n, V].
+
+    confidence: float32 [B, n], or None where the head gives none.
+    """
 
     ids: Leaf
     logits: Leaf

@@ -11,7 +11,8 @@ def hadamard(x: Float[Array, "*rows n"], numerics: Numerics) -> Float[Array, "*r
     """x · H / sqrt(n) over the last axis, n a power of two: float32 sums, rounded once.
 
     Entry (i, j) of H is -1 where i and j have an odd number of bits in common, else 1 (natural order). H / sqrt(n) is
-    symmetric and orthogonal, so it leaves products of two rotated vectors as they were. Source: DeepSeek-V4's inference code.
+    symmetric and orthogonal, so it leaves products of two rotated vectors as they were.
+    Source: DeepSeek-V4's inference code.
     """
     n = x.shape[-1]
     return numerics.round(matmul(f32(x), jnp.asarray(_signs(n))) * np.float32(n**-0.5))

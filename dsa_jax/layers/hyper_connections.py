@@ -59,6 +59,20 @@ def split_mixes(
     return pre, post, jax.lax.fori_loop(0, iterations - 1, normalize, comb)
 
 
+def head_mix(
+    stream: Float[Array, "*rows c d"],
+    fn: Float[Array, "c cd"],
+    scale: Float[Array, " 1"],
+    base: Float[Array, " c"],
+    *,
+    eps: float,
+    norm_eps: float,
+) -> Float[Array, "*rows c"]:
+    """The mix that a head reads the stream with, in float32; normalised as in `mixes`."""
+    x = f32(stream).reshape(*stream.shape[:-2], -1)
+    return jax.nn.sigmoid(matmul(x, fn) * inverse_rms(x, norm_eps) * scale + base) + eps
+
+
 def collapse(
     stream: Float[Array, "*rows c d"], mix: Float[Array, "*rows c"], numerics: Numerics
 ) -> Float[Array, "*rows d"]:

@@ -45,9 +45,13 @@ class QuantizedLinear(nnx.Module):
 
 
 class ExpertLinears(nnx.Module):
-    """The same FP4 linear of every expert: packed weight uint8 [E, out, in/2], scales E8M0 [E, out, in/32]."""
+    """The same FP4 linear of every expert: packed weight uint8 [E, out, in/2], scales E8M0 [E, out, in/32].
 
-    def __init__(self, experts: int, out_features: int, in_features: int):
+    The input is quantised to FP8 in groups of `group`.
+    """
+
+    def __init__(self, experts: int, out_features: int, in_features: int, group: int = 32):
+        self.input_kind = f"fp8_{group}"
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features // 2), jnp.uint8))
         self.scale = nnx.Param(jnp.zeros((experts, out_features, in_features // 32), jnp.uint8))
 
@@ -55,4 +59,4 @@ class ExpertLinears(nnx.Module):
         """The linear of one expert (a traced index): only its weight is dequantised."""
         weight, scale = self.weight[...][expert], self.scale[...][expert]
         dense = ops.dequantize_weight(weight, scale, FP4_SCALE_BLOCK, numerics.dtype)
-        return numerics.round(matmul(numerics.fake(x, "fp8_32"), dense))
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))

@@ -26,6 +26,15 @@ class Gate(nnx.Module):
         self.bias_vl = nnx.Param(jnp.zeros((experts,), jnp.float32))
 
 
+def expert_scores(x: Float[Array, "T d"], weight: Float[Array, "E d"], scoring_func: str) -> Float[Array, "T E"]:
+    """Every expert's score in float32: "sqrtsoftplus", "softmax" or "sigmoid" of float32 products."""
+    logits = matmul(f32(x), f32(weight))
+    if scoring_func == "sqrtsoftplus":
+        # The reference's softplus is linear above 20.
+        return jnp.sqrt(jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20)))))
+    return jax.nn.softmax(logits, axis=-1) if scoring_func == "softmax" else jax.nn.sigmoid(logits)
+
+
 def route(
     x: Float[Array, "T d"],
     weight: Float[Array, "E d"],
@@ -39,14 +48,7 @@ def route(
 
     With more than one expert per token the weights are normalised to sum to the scaling factor.
     """
-    logits = matmul(f32(x), f32(weight))
-    if scoring_func == "sqrtsoftplus":
-        # The reference's softplus is linear above 20.
-        scores = jnp.sqrt(jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20)))))
-    elif scoring_func == "softmax":
-        scores = jax.nn.softmax(logits, axis=-1)
-    else:
-        scores = jax.nn.sigmoid(logits)
+    scores = expert_scores(x, weight, scoring_func)
     _, chosen = lax.top_k(scores if bias is None else scores + bias, k)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if k > 1:
@@ -83,13 +85,13 @@ class SharedExpert(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down)."""
+    """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down); inputs in FP8 groups of `group`."""
 
-    def __init__(self, experts: int, width: int, inner: int, limit: float):
+    def __init__(self, experts: int, width: int, inner: int, limit: float, group: int = 32):
         self.experts, self.limit = experts, limit
-        self.w1 = ExpertLinears(experts, inner, width)
-        self.w2 = ExpertLinears(experts, width, inner)
-        self.w3 = ExpertLinears(experts, inner, width)
+        self.w1 = ExpertLinears(experts, inner, width, group)
+        self.w2 = ExpertLinears(experts, width, inner, group)
+        self.w3 = ExpertLinears(experts, inner, width, group)
 
     def __call__(
         self,

@@ -18,14 +18,18 @@ def load(
     Beside what is already placed, no more than one parameter (and one of its tensors) is held at a time. Stored bytes
     are kept as they are, up to the plan's conversions; nothing is dequantised.
     Raises ValueError that names every parameter that would not be written exactly once, every scale of zero bytes (a
-    tensor never filled: its 2^-127 would silence the layer) and every integer that does not fit in 32 bits.
+    tensor never filled: its 2^-127 would silence the layer), every integer that does not fit in 32 bits, and every
+    table of experts that names one which is not there (its tokens would pass no expert).
     """
     problems: list[str] = []
     _refuse(_coverage_problems(plan))
     arrays: dict[str, jax.Array] = {}
+    experts = {entry.path: entry.shape[0] for entry in plan.entries if entry.path.endswith(".gate.weight")}
     with tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
         for entry in plan.entries:
             problems += [problem for source in entry.sources for problem in _value_problems(entry, source)]
+            if entry.path.endswith(".gate.tid2eid"):
+                problems += _table_problems(entry, experts[entry.path.removesuffix("tid2eid") + "weight"])
             # Once the load has failed, the rest is only checked, so that all problems are said at once.
             if not problems:
                 arrays[entry.path] = _place(entry, put)
@@ -66,6 +70,19 @@ def _value_problems(entry: PlanEntry, source: TensorInfo) -> list[str]:
         low, high = int(values.min()), int(values.max())
         if low < -(2**31) or high >= 2**31:
             problems.append(f"{where}: values from {low} to {high} do not fit in 32 bits")
+    return problems
+
+
+def _table_problems(entry: PlanEntry, experts: int) -> list[str]:
+    """Ids of a token table of experts that are no experts."""
+    problems = []
+    for source in entry.sources:
+        values = source.view()
+        if values.size and not 0 <= values.min() <= values.max() < experts:
+            problems.append(
+                f"{source.name} in {source.file.name}: expert ids from {values.min()} to {values.max()}; the layer has "
+                f"experts 0 to {experts - 1}"
+            )
     return problems
 
 

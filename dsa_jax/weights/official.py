@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
 from dsa_jax.weights.header import DTYPES
 
@@ -24,7 +25,7 @@ class TensorSpec(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-_Named = Iterator[tuple[str, TensorSpec]]
+Named = Iterator[tuple[str, TensorSpec]]
 _VISION_SIZES = ("hidden_size", "intermediate_size", "patch_size", "downsample_ratio", "num_hidden_layers")
 
 
@@ -54,20 +55,30 @@ def official_tensors(config: V41Config) -> dict[str, TensorSpec]:
     return tensors
 
 
-def _fp8(config: V41Config, name: str, out: int, width: int) -> _Named:
+def fp8_linear(config: V41Config | V4Config, name: str, out: int, width: int) -> Named:
     """An FP8 linear and the scales of its tiles; edge tiles may be partial."""
     rows, columns = config.weight_block_size
     yield f"{name}.weight", TensorSpec("F8_E4M3", (out, width))
     yield f"{name}.scale", TensorSpec("F8_E8M0", (math.ceil(out / rows), math.ceil(width / columns)))
 
 
-def _fp4(name: str, out: int, width: int) -> _Named:
+def fp4_linear(name: str, out: int, width: int) -> Named:
+    """A packed FP4 linear and its scales, one for 32 columns of a row."""
     yield f"{name}.weight", TensorSpec("I8", (out, width // 2))
     yield f"{name}.scale", TensorSpec("F8_E8M0", (out, width // 32))
 
 
-def _block(config: V41Config, prefix: str, experts: int) -> _Named:
+def _block(config: V41Config, prefix: str, experts: int) -> Named:
     """What every layer and every draft stage has."""
+    yield from attention_block(config, prefix)
+    yield f"{prefix}ffn.gate.weight", TensorSpec("BF16", (experts, config.hidden_size))
+    yield f"{prefix}ffn.gate.bias", TensorSpec("F32", (experts,))
+    yield f"{prefix}ffn.gate.bias_vl", TensorSpec("F32", (experts,))
+    yield from expert_linears(config, prefix, experts)
+
+
+def attention_block(config: V41Config | V4Config, prefix: str) -> Named:
+    """A layer's norms, hyper-connections and attention without compressor and indexer."""
     width, copies = config.hidden_size, config.hc_mult
     mixes = (2 + copies) * copies
     for part in ("attn", "ffn"):
@@ -80,26 +91,27 @@ def _block(config: V41Config, prefix: str, experts: int) -> _Named:
     out = config.o_groups * config.o_lora_rank
     attention = prefix + "attn."
     yield f"{attention}attn_sink", TensorSpec("F32", (heads,))
-    yield from _fp8(config, attention + "wq_a", latent, width)
+    yield from fp8_linear(config, attention + "wq_a", latent, width)
     yield f"{attention}q_norm.weight", TensorSpec("BF16", (latent,))
-    yield from _fp8(config, attention + "wq_b", heads * head, latent)
-    yield from _fp8(config, attention + "wkv", head, width)
+    yield from fp8_linear(config, attention + "wq_b", heads * head, latent)
+    yield from fp8_linear(config, attention + "wkv", head, width)
     yield f"{attention}kv_norm.weight", TensorSpec("BF16", (head,))
-    yield from _fp8(config, attention + "wo_a", out, heads * head // config.o_groups)
-    yield from _fp8(config, attention + "wo_b", width, out)
+    yield from fp8_linear(config, attention + "wo_a", out, heads * head // config.o_groups)
+    yield from fp8_linear(config, attention + "wo_b", width, out)
 
-    inner = config.moe_intermediate_size
-    yield f"{prefix}ffn.gate.weight", TensorSpec("BF16", (experts, width))
-    yield f"{prefix}ffn.gate.bias", TensorSpec("F32", (experts,))
-    yield f"{prefix}ffn.gate.bias_vl", TensorSpec("F32", (experts,))
-    for name, rows, columns in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
-        yield from _fp8(config, f"{prefix}ffn.shared_experts.{name}", rows, columns)
+
+def expert_linears(config: V41Config | V4Config, prefix: str, experts: int) -> Named:
+    """The linears of a layer's shared and routed experts."""
+    width, inner = config.hidden_size, config.moe_intermediate_size
+    shapes = (("w1", inner, width), ("w2", width, inner), ("w3", inner, width))
+    for name, rows, columns in shapes:
+        yield from fp8_linear(config, f"{prefix}ffn.shared_experts.{name}", rows, columns)
     for expert in range(experts):
-        for name, rows, columns in (("w1", inner, width), ("w2", width, inner), ("w3", inner, width)):
-            yield from _fp4(f"{prefix}ffn.experts.{expert}.{name}", rows, columns)
+        for name, rows, columns in shapes:
+            yield from fp4_linear(f"{prefix}ffn.experts.{expert}.{name}", rows, columns)
 
 
-def _sparse(config: V41Config, prefix: str, role: LayerRole) -> _Named:
+def _sparse(config: V41Config, prefix: str, role: LayerRole) -> Named:
     """Compressor and indexer of the layers that own them."""
     head, index, width = config.head_dim, config.index_head_dim, config.hidden_size
     if role.mode == "full":
@@ -110,25 +122,25 @@ def _sparse(config: V41Config, prefix: str, role: LayerRole) -> _Named:
         yield f"{prefix}indexer.wk.weight", TensorSpec("BF16", (index, head))
         yield f"{prefix}indexer.k_norm.weight", TensorSpec("BF16", (index,))
     if role.mode in ("full", "reindex"):
-        yield from _fp8(config, prefix + "indexer.wq_b", config.index_n_heads * index, config.q_lora_rank)
+        yield from fp8_linear(config, prefix + "indexer.wq_b", config.index_n_heads * index, config.q_lora_rank)
         yield f"{prefix}indexer.weights_proj.weight", TensorSpec("BF16", (config.index_n_heads, width))
 
 
-def _engram(config: V41Config, prefix: str, rows: int) -> _Named:
+def _engram(config: V41Config, prefix: str, rows: int) -> Named:
     width, copies, head = config.hidden_size, config.hc_mult, config.engram_head_dim
     columns = (config.engram_max_ngram_size - 1) * config.engram_n_heads * head
     yield f"{prefix}embed.weight", TensorSpec("F8_E4M3", (rows, head))
     yield f"{prefix}embed.scale", TensorSpec("F8_E8M0", (rows, head // 32))
-    yield from _fp8(config, prefix + "wkv", (copies + 1) * width, columns)
+    yield from fp8_linear(config, prefix + "wkv", (copies + 1) * width, columns)
     yield f"{prefix}q_weight", TensorSpec("BF16", (copies, width))
     yield f"{prefix}k_weight", TensorSpec("BF16", (copies, width))
 
 
-def _stage(config: V41Config, stage: int) -> _Named:
+def _stage(config: V41Config, stage: int) -> Named:
     prefix, width, rank = f"mtp.{stage}.", config.hidden_size, config.dspark_markov_rank
     yield from _block(config, prefix, config.dspark_n_routed_experts)
     if stage == 0:
-        yield from _fp8(config, prefix + "main_proj", width, len(config.dspark_target_layer_ids) * width)
+        yield from fp8_linear(config, prefix + "main_proj", width, len(config.dspark_target_layer_ids) * width)
         yield f"{prefix}main_norm.weight", TensorSpec("BF16", (width,))
     if stage == config.num_nextn_predict_layers - 1:
         yield f"{prefix}norm.weight", TensorSpec("BF16", (width,))
@@ -137,7 +149,7 @@ def _stage(config: V41Config, stage: int) -> _Named:
         yield f"{prefix}confidence_head.proj.weight", TensorSpec("BF16", (1, width + rank))
 
 
-def _vision(config: V41Config) -> _Named:
+def _vision(config: V41Config) -> Named:
     """The vision tower and its aligner; their tensors are recognised by size, never run here."""
     vision = config.vision_config
     missing = [key for key in _VISION_SIZES if type(vision.get(key)) is not int]

@@ -1,0 +1,123 @@
+"""Attention of V4: one softmax over the window's rows and the layer's own compressed rows, those that its indexer selects
+or all that are visible (spec deepseek-v4 section 5)."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from dsa_jax import ops
+from dsa_jax.cache.state_v4 import CompressedCache, LayerCache
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.layer_plan_v4 import V4LayerRole
+from dsa_jax.layers.attention import tap_scores
+from dsa_jax.layers.group_compressor import GroupCompressor
+from dsa_jax.layers.rope import Angles, apply_rope
+from dsa_jax.layers.rotated_indexer import RotatedIndexer
+from dsa_jax.layers.shared_kv import SharedKVAttention
+from dsa_jax.numerics import CacheRows, Numerics
+from dsa_jax.step import Step, flatten_rows
+from dsa_jax.tap import Tap
+
+
+class HybridAttention(SharedKVAttention):
+    """Queries normalised per head; a compressor where the ratio is above 0, an indexer where the role selects."""
+
+    def __init__(self, config: V4Config, role: V4LayerRole):
+        super().__init__(config, role.rope, norm_heads=True)
+        self.role = role
+        if role.ratio:
+            self.compressor = GroupCompressor(
+                config.hidden_size, self.head_dim, role.ratio, role.overlap, config.rms_norm_eps
+            )
+        if role.mode == "indexed":
+            self.indexer = RotatedIndexer(config, role)
+
+    def rows(self, numerics: Numerics) -> CacheRows:
+        """How window and compressed rows are stored."""
+        return numerics.partly_rotated_rows(self.head_dim, self.rope_dim)
+
+    def window_rows(self, x: Float[Array, "B S d"], angles: Angles, numerics: Numerics) -> Float[Array, "B S h"]:
+        """The rows that `x` adds to the window, as their record's writer takes them."""
+        return self.rows(numerics).prepare(self.kv_row(x, angles, numerics))
+
+    def __call__(
+        self, x: Float[Array, "B S d"], step: Step, cache: LayerCache, numerics: Numerics, tap: Tap | None = None
+    ) -> tuple[Float[Array, "B S d"], LayerCache]:
+        """The layer's output, and its caches with this step's rows. A row sees the group that it completes."""
+        angles = self.angles(step.positions)
+        q_latent, q = self.query(x, angles, numerics)
+        rows = self.window_rows(x, angles, numerics)
+        if tap is not None:
+            tap("window_kv", rows)
+        recent, window = extend_window(cache.window, rows, step, numerics)
+        caches = (recent,)
+        slots = (step.recent(step.window(self.window), self.window),)
+        compressed, index_keys = cache.compressed, cache.index_keys
+        if self.role.ratio:
+            compressed = self.extend(compressed, self.compressor, self.compressed_rows, x, step, numerics)
+            if self.role.mode == "indexed":
+                index_keys = self.extend(index_keys, self.indexer.compressor, self.indexer.keys, x, step, numerics)
+                positions = self.select(x, q_latent, angles, index_keys.rows, step, numerics, tap)
+            else:
+                every = jnp.arange(step.block_table.shape[1] * compressed.rows.page_size, dtype=jnp.int32)
+                positions = jnp.broadcast_to(every, (*step.positions.shape, len(every)))
+            listed, _ = ops.positions_to_slots(
+                positions, step.block_table, compressed.rows.page_size, step.visible(self.role.ratio)
+            )
+            caches += (compressed.rows,)
+            slots += (listed,)
+        y = self.attend(q, caches, slots, angles, numerics, tap)
+        return y, LayerCache(window, compressed, index_keys)
+
+    def select(
+        self,
+        x: Float[Array, "B S d"],
+        q_latent: Float[Array, "B S r"],
+        angles: Angles,
+        keys: ops.PagedRows,
+        step: Step,
+        numerics: Numerics,
+        tap: Tap | None,
+    ) -> Int32[Array, "B S K"]:
+        """The compressed positions that each row attends to."""
+        index_q, weights = self.indexer.query(x, q_latent, angles, numerics)
+        positions = self.indexer(index_q, weights, keys, step, numerics)
+        if tap is not None:
+            tap_scores(tap, index_q, weights, keys, step, self.role.ratio, numerics)
+            tap("selected", positions)
+        return positions
+
+    def compressed_rows(self, latent: Float[Array, "B G h"], angles: Angles, numerics: Numerics) -> Float[Array, "B G h"]:
+        """Compressed rows of the compressor's latents, as their record's writer takes them."""
+        return self.rows(numerics).prepare(apply_rope(latent, angles, numerics))
+
+    def extend(
+        self,
+        cache: CompressedCache,
+        compressor: GroupCompressor,
+        finish: Callable[[Array, Angles, Numerics], Array],
+        x: Float[Array, "B S d"],
+        step: Step,
+        numerics: Numerics,
+    ) -> CompressedCache:
+        """Appends the groups that end in this step, rotated at the position of their first token."""
+        latent, groups, tail = compressor(x, cache.tail, step, numerics)
+        rows = finish(latent, self.angles(groups * self.role.ratio), numerics)
+        slots, _ = ops.positions_to_slots(groups[..., None], step.block_table, cache.rows.page_size)
+        return CompressedCache(cache.rows.scatter(slots.reshape(-1), flatten_rows(rows)), tail)
+
+
+def extend_window(
+    ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
+) -> tuple[ops.PagedRows, ops.PagedRows]:
+    """([ring rows as they were | new rows] as one cache for this step, the ring after the step).
+
+    The rows of this step are values in the result dtype, which hold what the records hold: new ones pass through the
+    record as the ring's did. (Records with their scales at the end of a page cannot be joined as bytes.)
+    """
+    rows = flatten_rows(rows)
+    old = ring.gather(jnp.arange(ring.num_slots, dtype=jnp.int32), numerics.dtype)
+    new = ring.format.decode(ring.format.encode(rows), numerics.dtype)
+    recent = ops.PagedRows(jnp.concatenate([old, new])[:, None], ops.Plain(old.shape[-1], numerics.dtype), 1)
+    return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)

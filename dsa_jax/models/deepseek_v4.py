@@ -1,0 +1,100 @@
+"""DeepSeek-V4's language model (Flash and Pro): embed, layers by plan, head; and the MTP layer as its draft."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int32
+
+from dsa_jax.cache.state_v4 import MTPCache, V4Cache
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
+from dsa_jax.layers.draft import Draft, Embedding
+from dsa_jax.layers.hyper_connections import start_stream
+from dsa_jax.layers.linear import Linear
+from dsa_jax.layers.norm import RMSNorm
+from dsa_jax.layers.self_mixed import MTPLayer, SelfMixedBlock, StreamHead
+from dsa_jax.numerics import Numerics
+from dsa_jax.step import Step
+from dsa_jax.tap import Tap
+
+
+class DeepseekV4(StreamHead):
+    """The model. Parameter paths, joined by dots, are the checkpoint's tensor names (experts stacked)."""
+
+    def __init__(self, config: V4Config):
+        super().__init__(config)
+        self.config, self.plan = config, layer_plan(config)
+        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nnx.List([SelfMixedBlock(config, role) for role in self.plan])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(config.vocab_size, config.hidden_size)
+        self.mtp = nnx.List([MTPLayer(config, role) for role in draft_plan(config)])
+
+    def __call__(
+        self,
+        cache: V4Cache,
+        tokens: Int32[Array, "B S"],
+        count: Int32[Array, " B"],
+        numerics: Numerics,
+        image: None = None,
+        tap: Tap | None = None,
+    ) -> tuple[Float[Array, "B S d"], V4Cache]:
+        """Processes count[b] tokens of each request after those that the cache holds. `image` is for other families.
+
+        Returns the hidden rows before the final norm (`logits` takes the ones that are wanted) and the cache after.
+        """
+        step = Step.of(cache.length, count, cache.block_table, tokens.shape[1])
+        embedded = self.embed(tokens, numerics)
+        stream, _ = start_stream(embedded, self.config.hc_mult)
+        layers = []
+        for role, layer, own in zip(self.plan, self.layers, cache.layers, strict=True):
+            layer_tap = None if tap is None else tap.within(f"layer{role.index}.")
+            stream, own = layer(stream, tokens, step, own, numerics, layer_tap)
+            layers.append(own)
+        h = self.read_stream(stream, numerics)
+        mtp = None
+        if self.mtp:
+            mtp = self._remember(cache, stream, embedded, tokens, count, numerics, tap)
+        if tap is not None:
+            tap("final_hidden", h)
+        return h, V4Cache(length=step.end, block_table=cache.block_table, layers=tuple(layers), mtp=mtp)
+
+    def logits(self, h: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows V"]:
+        """Float32 logits of hidden rows."""
+        return self.head.in_float32(self.norm(h, numerics))
+
+    def draft(self, cache: V4Cache, tokens: Int32[Array, " B"], numerics: Numerics) -> Draft:
+        """One greedy draft after `tokens`, which follow the tokens in the cache (at least one).
+
+        The cache is not changed.
+        """
+        (layer,) = self.mtp
+        embedded = self.embed(tokens[:, None], numerics)
+        step = Step.of(cache.length - 1, jnp.ones_like(cache.length), cache.block_table, 1)
+        h = layer.predict(cache.mtp.stream[:, None], embedded, tokens[:, None], step, cache.mtp.layer, numerics)
+        logits = self.head.in_float32(h)
+        best = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+        return Draft(jnp.stack([tokens, best], axis=1), logits, None)
+
+    def _remember(
+        self,
+        cache: V4Cache,
+        stream: Float[Array, "B S c d"],
+        embedded: Float[Array, "B S d"],
+        tokens: Int32[Array, "B S"],
+        count: Int32[Array, " B"],
+        numerics: Numerics,
+        tap: Tap | None,
+    ) -> MTPCache:
+        """The MTP layer's cache: this step's tokens complete the rows of the tokens one place before them.
+
+        Row i of the layer's step stands at position length - 1 + i; before the first token that is -1, no row at all.
+        """
+        (layer,) = self.mtp
+        before = jnp.concatenate([cache.mtp.stream[:, None], stream[:, :-1]], axis=1)
+        step = Step.of(cache.length - 1, count, cache.block_table, tokens.shape[1])
+        if tap is not None:
+            h = layer.predict(before, embedded, tokens, step, cache.mtp.layer, numerics)
+            tap("mtp.logits", self.head.in_float32(h))
+        last = jnp.take_along_axis(stream, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
+        waiting = jnp.where((count > 0)[:, None, None], last, cache.mtp.stream)
+        return MTPCache(layer.remember(before, embedded, step, cache.mtp.layer, numerics), waiting)
