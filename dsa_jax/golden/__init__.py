@@ -2,6 +2,6 @@
 
 from dsa_jax.golden.cases import Case, mode_of_file, read_cases
 from dsa_jax.golden.compare import compare_case, table
-from dsa_jax.golden.run import clean_rows, run_case
+from dsa_jax.golden.run import run_case
 
-__all__ = ["Case", "clean_rows", "compare_case", "mode_of_file", "read_cases", "run_case", "table"]
+__all__ = ["Case", "compare_case", "mode_of_file", "read_cases", "run_case", "table"]

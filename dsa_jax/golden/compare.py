@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dsa_jax.golden.cases import Case, Tensors
-from dsa_jax.tolerances import TOLERANCES, Tolerance
+from dsa_jax.tolerances import CLEAN_SHARE, TOLERANCES, Tolerance
 
 INPUTS = ("input_ids", "positions", "patches", "token_types", "image_start_pos_hw", "encoded_image")
 HIDDEN = (
@@ -31,11 +31,8 @@ class Row:
                 "limit": self.limit, "note": self.note}  # fmt: skip
 
 
-def compare_case(case: Case, ours: Tensors, mode: str, clean_rows: float) -> list[Row]:
-    """A row for every tensor of the case. A tensor that the run did not compute is a failed row.
-
-    clean_rows: the share of a prefill's rows that no rounding flip has reached in the file (see `tolerances`).
-    """
+def compare_case(case: Case, ours: Tensors, mode: str) -> list[Row]:
+    """A row for every tensor of the case. A tensor that the run did not compute is a failed row."""
     tolerance, golden = TOLERANCES[mode], case.tensors
     rows = []
     for name in sorted(golden):
@@ -50,7 +47,7 @@ def compare_case(case: Case, ours: Tensors, mode: str, clean_rows: float) -> lis
         if name in ("dspark.logits", "dspark.confidence") and value.shape == wanted.shape:
             same = same_drafts(ours["dspark.output_ids"], golden["dspark.output_ids"])
             value, wanted = value[same], wanted[same]
-        rows.append(_judge(case, name, value, wanted, tolerance, clean_rows))
+        rows.append(_judge(case, name, value, wanted, tolerance))
     if not tolerance.exact:
         rows += _agreement(case, ours, tolerance)
     return rows
@@ -72,9 +69,7 @@ def same_drafts(ours: np.ndarray, golden: np.ndarray) -> np.ndarray:
     return np.cumprod(ours[:, :-1] == golden[:, :-1], axis=1).astype(bool)
 
 
-def _judge(
-    case: Case, name: str, ours: np.ndarray, golden: np.ndarray, tolerance: Tolerance, clean_rows: float
-) -> Row:
+def _judge(case: Case, name: str, ours: np.ndarray, golden: np.ndarray, tolerance: Tolerance) -> Row:
     label, kind = case.prefix + name, name.rpartition(".")[2]
     if kind == "selected":
         return _judge_lists(case, name, ours, golden, tolerance)
@@ -99,12 +94,12 @@ def _judge(
         largest = float(np.abs(gap).max()) / scale
         return Row(label, largest <= tolerance.logits if tolerance.exact else None, "largest", largest, tolerance.logits)
     distance = float(np.linalg.norm(gap) / max(np.linalg.norm(golden[finite]), 1e-30))
-    clean = _row_at(clean_rows, gap, np.where(finite, golden, 0))
+    clean = _row_at(CLEAN_SHARE, gap, np.where(finite, golden, 0))
     first = name.split(".")[1] == "layer0"
     limit = tolerance.hidden_first if first else tolerance.hidden
     ok = distance <= limit and (not name.startswith("prefill.") or clean <= tolerance.clean_row)
     judged = tolerance.exact or kind in HIDDEN
-    note = f"row at {clean_rows:.0%} {clean:.1e} (allowed in prefill {tolerance.clean_row:.0e})"
+    note = f"row at {CLEAN_SHARE:.0%} {clean:.1e} (allowed in prefill {tolerance.clean_row:.0e})"
     return Row(label, ok if judged else None, "relative", distance, limit, note)
 
 

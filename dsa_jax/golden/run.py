@@ -19,11 +19,6 @@ from dsa_jax.golden.margins import NEG_INF
 RESULTS = {V41Config: v41, V4Config: v4, V32Config: v32}
 
 
-def clean_rows(lm: LanguageModel) -> float:
-    """The share of a prefill's rows that no rounding flip has reached in the files of the model's family."""
-    return RESULTS[type(lm.config)].CLEAN_ROWS
-
-
 def run_case(lm: LanguageModel, case: Case) -> Iterator[tuple[str, Tensors]]:
     """Yields the progress made ("prefill", "step 1", ..), and at the end every result under the file's names."""
     results = RESULTS[type(lm.config)]

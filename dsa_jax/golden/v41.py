@@ -9,9 +9,6 @@ from dsa_jax.golden.cases import Case, Tensors
 from dsa_jax.golden.margins import NEG_INF, edge_margin
 
 
-CLEAN_ROWS = 0.5  # share of a prefill's rows that no rounding flip has reached in the files
-
-
 def of_cache(lm: LanguageModel, cache: Cache, n: int) -> Tensors:
     """Rings, compressed rows and index keys of the one request after `n` tokens."""
     out: Tensors = {}
