@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 CORES = 132  # multiprocessors of an H200; grids aim at a multiple of it, and are right with any other number
+INTERPRETER_THREADS = 6  # the largest kernels have five warpgroups
 
 
 @contextlib.contextmanager
@@ -31,6 +32,12 @@ def interpreter():
     cores, set the environment variable NPROC (8 is enough) before jax first runs anything.
     """
     os.environ.setdefault("NPROC", "16")  # in time only if nothing has run yet
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if threads < INTERPRETER_THREADS:
+        raise RuntimeError(
+            f"The GPU interpreter runs a kernel's warpgroups on threads of XLA's CPU client, which has {threads} here, and "
+            f"the kernels need {INTERPRETER_THREADS}. Set NPROC={INTERPRETER_THREADS} in the environment before starting Python."
+        )
     gpu_callbacks.reset_gpu_interpret_mode_state()  # what a failed run left behind would fail the next one
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         yield

@@ -64,11 +64,19 @@ def edited_checkpoint(tmp_path, **changes):
     return directory
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v41_mini", "deepseek_v4", "deepseek_v5"])
+@pytest.mark.parametrize("model_type", ["deepseek_v41_mini", "deepseek_v4_lite", "deepseek_v5"])
 def test_ac_66_the_family_is_chosen_by_the_exact_model_type(model_type, tmp_path, capsys):
     directory = edited_checkpoint(tmp_path, model_type=model_type)
     assert main(["generate", str(directory), "--tokens", "7"]) == 2
     assert f"model_type '{model_type}' is not known" in capsys.readouterr().err
+
+
+def test_ac_66_a_config_is_read_by_the_rules_of_its_own_type(tmp_path, capsys):
+    """V4.1's config under V4's name: V4's keys are asked for, nothing is taken from the similar family."""
+    directory = edited_checkpoint(tmp_path, model_type="deepseek_v4")
+    assert main(["generate", str(directory), "--tokens", "7"]) == 2
+    error = capsys.readouterr().err
+    assert "hidden_size" in error and "compress_ratios" in error and "Traceback" not in error
 
 
 def test_a_missing_config_key_is_named(tmp_path, capsys):

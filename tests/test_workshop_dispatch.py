@@ -65,6 +65,12 @@ def test_interpreted_kernel_runs_and_is_right(operation):
     assert not mosaic.is_interpreted()
 
 
+def test_the_interpreter_refuses_where_it_would_wait_for_ever(operation, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    with pytest.raises(RuntimeError, match="Set NPROC=6 in the environment"):
+        dispatch.call(operation, "double", "interpret_sm90", jnp.arange(128, dtype=jnp.float32))
+
+
 def test_a_race_is_an_error_and_the_next_run_is_clean():
     x = jnp.arange(128, dtype=jnp.float32)
     with pytest.raises(Exception, match="RACE DETECTED"), mosaic.interpreter():
