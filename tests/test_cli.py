@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 from tiny import CHECKPOINT
+from tokenizers import Tokenizer
 
-from dsa_jax.cli import main
+from dsa_jax.cli import _encode, _encode_chat, main
 
 
 def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys):
@@ -22,9 +23,14 @@ def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys)
     assert main(["generate", str(directory), "--prompt", "The index finds what attention reads.", "--max-new-tokens", "9"]) == 0
     generated = capsys.readouterr().out.splitlines()[0]
     assert generated and generated in printed
-    # A chat message becomes the family's format: other tokens in front, so another continuation.
-    assert main(["generate", str(directory), "--chat", "Hello", "--thinking", "--max-new-tokens", "9"]) == 0
-    assert "prompt tokens; 8 tokens after" in capsys.readouterr().out
+
+
+def test_a_chat_message_is_put_into_the_family_s_format():
+    ids = _encode_chat(CHECKPOINT, "Hello", thinking=True)
+    plain = _encode(CHECKPOINT, "Hello")
+    text = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).decode(ids, skip_special_tokens=False)
+    assert ids[0] == plain[0] == 0 and "Hello" in text and len(ids) > len(plain)
+    assert "<｜User｜>Hello" in text and text.endswith("<think>")
 
 
 @pytest.mark.parametrize(
