@@ -47,13 +47,18 @@ def _check_name(operation: str, implementation: str | None) -> None:
         )
 
 
+def named(implementation: str | None) -> str | None:
+    """`implementation`, or the one of the innermost `preferred` where it is None."""
+    return _preferred.get() if implementation is None else implementation
+
+
 def call(package: str, function: str, implementation: str | None, *args, **kwargs):
     """Runs `function` of the operation in `package` (the operation's ``__name__``) by `implementation`.
 
     Raises ValueError for an unknown name and NotImplementedError when a named implementation does not carry the call.
     """
     operation = package.rpartition(".")[2]
-    implementation = _preferred.get() if implementation is None else implementation
+    implementation = named(implementation)
     if implementation is None:
         name = platform.kernel_name()
         if name is not None:

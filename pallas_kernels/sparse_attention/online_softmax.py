@@ -19,14 +19,14 @@ def attend(q, sources, *, scale, v_width, p_dtype, splits=1):
 
     def step(state, k, valid):
         acc, total, high = state
-        scores = jnp.einsum("rhd,rkd->rhk", *_operands(q, k), precision=blocks.HIGHEST,
+        scores = jnp.einsum("rhd,rkd->rhk", *operands(q, k), precision=blocks.HIGHEST,
                             preferred_element_type=jnp.float32)  # fmt: skip
         scores = jnp.where(valid[:, None], scores * scale, -jnp.inf)
         new = jnp.maximum(high, jnp.max(scores, axis=-1))
         p = jnp.exp(scores - new[..., None])
         shrink = jnp.exp(high - new)
         total = total * shrink + jnp.sum(p, axis=-1)
-        added = jnp.einsum("rhk,rkd->rhd", *_operands(blocks.cast(p, p_dtype), k[..., :v_width]), precision=blocks.HIGHEST,
+        added = jnp.einsum("rhk,rkd->rhd", *operands(blocks.cast(p, p_dtype), k[..., :v_width]), precision=blocks.HIGHEST,
                            preferred_element_type=jnp.float32)  # fmt: skip
         return acc * shrink[..., None] + added, total, new
 
@@ -87,18 +87,33 @@ def _run(step, state, sources, pieces, repeats):
     return lax.scan(body, state, (per_block(indices), per_block(valid)))[0]
 
 
-def _operands(a, b):
+def leading(sources, count):
+    """The sources of `attend`, cut to the first `count` entries of their lists."""
+    kept = []
+    for gather, indices, valid in sources:
+        if count > 0:
+            kept.append((gather, indices[:, :count], valid[:, :count]))
+        count -= indices.shape[1]
+    return kept
+
+
+def operands(a, b):
     """Both as they are if their dtypes agree (products of bf16 are exact in float32), else both in float32."""
     return (a, b) if a.dtype == b.dtype else (a.astype(jnp.float32), b.astype(jnp.float32))
 
 
 def finish(acc, total, high, sink, dtype):
     """Output [R, H, V] in `dtype` and lse [R, H]: the sink enters the denominator here, and only here."""
-    lse = jnp.where(total > 0, high + jnp.log(jnp.where(total > 0, total, 1)), jnp.where(total == 0, -jnp.inf, total))
+    lse = log_sum(total, high)
     denominator = total if sink is None else total + jnp.exp(sink.astype(jnp.float32) - high)
     empty = denominator == 0  # nothing to attend, and no sink or one of -inf
     out = jnp.where(empty[..., None], 0, acc / jnp.where(empty, 1, denominator)[..., None])
     return blocks.cast(out, dtype), lse
+
+
+def log_sum(total, high):
+    """The natural log of total * exp(high): -inf where total is 0, NaN where it is."""
+    return jnp.where(total > 0, high + jnp.log(jnp.where(total > 0, total, 1)), jnp.where(total == 0, -jnp.inf, total))
 
 
 def combine(outs, lses, sink, dtype):

@@ -9,8 +9,10 @@ from pallas_kernels import blocks, indexing
 from pallas_kernels.sparse_attention import online_softmax
 
 
-@functools.partial(jax.jit, static_argnames=("v_width", "p_dtype"))
-def sparse_attention(q, kvs, lists, *, topk_length, sink, scale, v_width, p_dtype):
+@functools.partial(jax.jit, static_argnames=("v_width", "p_dtype", "lse_prefix"))
+def sparse_attention(q, kvs, lists, *, topk_length, sink, scale, v_width, p_dtype, lse_prefix=None):
+    lengths = (None,) * len(lists) if topk_length is None else topk_length
+
     def block(arrays):
         q, lists, lengths = arrays
         sources = []
@@ -20,9 +22,14 @@ def sparse_attention(q, kvs, lists, *, topk_length, sink, scale, v_width, p_dtyp
                 valid &= jnp.arange(indices.shape[1]) < length[:, None]
             sources.append((functools.partial(indexing.gather_rows, kv), indices, valid))
         acc, total, high = online_softmax.attend(q, sources, scale=scale, v_width=v_width, p_dtype=p_dtype)
-        return online_softmax.finish(acc[0], total[0], high[0], sink, q.dtype)
+        results = online_softmax.finish(acc[0], total[0], high[0], sink, q.dtype)
+        if lse_prefix is None:
+            return results
+        leading = online_softmax.leading(sources, lse_prefix)
+        _, total, high = online_softmax.attend(q, leading, scale=scale, v_width=1, p_dtype=p_dtype)
+        return *results, online_softmax.log_sum(total[0], high[0])
 
-    return blocks.map_rows(block, rows_at_once(q.shape[1], q.shape[2]), (q, lists, topk_length))
+    return blocks.map_rows(block, rows_at_once(q.shape[1], q.shape[2]), (q, lists, lengths))
 
 
 def rows_at_once(heads, width):
