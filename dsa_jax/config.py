@@ -6,7 +6,6 @@ is wrong with a config is said in one ValueError.
 
 import dataclasses
 import json
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,27 +57,21 @@ class YarnConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class V41Config:
-    """DeepSeek-V4.1's language model. Names, units and meaning are those of `text_config` in the official config.json.
+class ModelConfig:
+    """What every family's config gives. Names, units and meaning are those of the official config.json.
 
     Widths are in elements, ids and layer numbers 0-based, lengths in tokens. Frozen and hashable.
-    Source: the official config.json and inference config of DeepSeek-V4.1-Flash.
     """
 
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    head_dim: int  # the last qk_rope_head_dim of it are rotated
     qk_rope_head_dim: int
     q_lora_rank: int
-    o_lora_rank: int
-    o_groups: int
-    swiglu_limit: float  # 0: no clamp
     rms_norm_eps: float
     max_position_embeddings: int
-    rope_theta: float  # layers of ratio 0, without YaRN
-    compress_rope_theta: float  # layers of ratio > 0, with YaRN
+    rope_theta: float
     rope_scaling: YarnConfig
 
     n_routed_experts: int
@@ -89,20 +82,47 @@ class V41Config:
     norm_topk_prob: bool
     routed_scaling_factor: float
 
-    sliding_window: int
-    compress_ratios: tuple[int, ...]  # backbone layers, then the draft stages
-    kv_source_layer_ids: tuple[int, ...]
-    index_source_layer_ids: tuple[int, ...]
     index_n_heads: int
     index_head_dim: int
     index_topk: int
-    candidate_source_layer_id: int  # -1: no layer makes candidates
-    candidate_topk_blocks: int
-    candidate_block_size: int
 
+    num_nextn_predict_layers: int
+    bos_token_id: int
+    eos_token_id: int
+    weight_block_size: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedKVConfig(ModelConfig):
+    """The families whose heads share one row a token as key and value: windows, compressed rows, hyper-connections.
+
+    `rope_theta` is for layers of ratio 0, without YaRN.
+    """
+
+    head_dim: int  # the last qk_rope_head_dim of it are rotated
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float  # 0: no clamp
+    compress_rope_theta: float  # layers of ratio > 0, with YaRN
+    sliding_window: int
+    compress_ratios: tuple[int, ...]  # backbone layers, then what drafts
     hc_mult: int
     hc_sinkhorn_iters: int
     hc_eps: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class V41Config(SharedKVConfig):
+    """DeepSeek-V4.1's language model: `text_config` of the official config.json, and what stands outside of it.
+
+    Source: the official config.json and inference config of DeepSeek-V4.1-Flash.
+    """
+
+    kv_source_layer_ids: tuple[int, ...]
+    index_source_layer_ids: tuple[int, ...]
+    candidate_source_layer_id: int  # -1: no layer makes candidates
+    candidate_topk_blocks: int
+    candidate_block_size: int
 
     engram_layer_ids: tuple[int, ...]
     engram_num_embeddings: tuple[int, ...]
@@ -113,7 +133,6 @@ class V41Config:
     engram_pad_token_id: int
     engram_compressed_vocab_size: int
 
-    num_nextn_predict_layers: int
     dspark_block_size: int
     dspark_noise_token_id: int
     dspark_target_layer_ids: tuple[int, ...]
@@ -121,11 +140,8 @@ class V41Config:
     dspark_n_routed_experts: int
     dspark_num_experts_per_tok: int
 
-    bos_token_id: int
-    eos_token_id: int
     image_token_id: int
     pad_token_id: int | None
-    weight_block_size: tuple[int, ...]
     vision_config: FrozenMapping | None
 
     def __post_init__(self):
@@ -137,26 +153,13 @@ class V41Config:
 
         Raises ValueError that lists every missing key, wrong type, unsupported option and inconsistent value.
         """
-        text = raw.get("text_config")
-        quantization = raw.get("quantization_config")
-        problems = []
-        for key, section in (("text_config", text), ("quantization_config", quantization)):
-            if not isinstance(section, Mapping):
-                problems.append(f"{key} is {'missing' if section is None else 'not an object'}")
-        config_rules.refuse(where, problems)
-
+        text, quantization = config_rules.sections(raw, ("text_config", "quantization_config"), where)
         reader = config_rules.Reader()
-        values: dict[str, Any] = {}
         outer = {"bos_token_id", "eos_token_id", "image_token_id"}
-        elsewhere = {"rope_scaling", "pad_token_id", "weight_block_size", "vision_config"}
-        for field in dataclasses.fields(cls):
-            if field.name in outer:
-                values[field.name] = reader.read(raw, field.name, field.type)
-            elif field.name not in elsewhere:
-                values[field.name] = reader.read(text, field.name, field.type, "text_config.")
-        values["rope_scaling"] = reader.read_object(
-            text, "rope_scaling", {f.name: f.type for f in dataclasses.fields(YarnConfig)}, "text_config."
-        )
+        elsewhere = {"rope_scaling", "weight_block_size", "pad_token_id", "vision_config"}
+        values = reader.read_fields(cls, text, outer | elsewhere, "text_config.")
+        values |= {name: reader.read(raw, name, int) for name in sorted(outer)}
+        values["rope_scaling"] = reader.read_object(text, "rope_scaling", YarnConfig, "text_config.")
         values["weight_block_size"] = reader.read(
             quantization, "weight_block_size", tuple[int, ...], "quantization_config."
         )
@@ -165,12 +168,7 @@ class V41Config:
         if vision is not None and not isinstance(vision, Mapping):
             reader.problems.append("vision_config is not an object")
         values["vision_config"] = FrozenMapping(vision) if isinstance(vision, Mapping) else None
-        problems = reader.all_problems() + config_rules.unsupported_options(raw)
-        if not reader.all_problems():
-            values["rope_scaling"] = YarnConfig(**values["rope_scaling"])
-            problems += config_rules.problems_of_values(types.SimpleNamespace(**values))
-        config_rules.refuse(where, problems)
-        return cls(**values)
+        return reader.build(cls, values, where, config_rules.unsupported_options(raw), config_rules.problems_of_values)
 
 
 def _families() -> dict[str, Any]:

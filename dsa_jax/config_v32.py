@@ -2,33 +2,36 @@
 
 import dataclasses
 import math
-import types
 from collections.abc import Mapping
 from typing import Any
 
-from dsa_jax.config import YarnConfig
-from dsa_jax.config_rules import Reader, refuse
+from dsa_jax import config_rules as rules
+from dsa_jax.config import ModelConfig, YarnConfig
 
-# (key, allowed values). Another value would need arithmetic that V3.2 does not define. An absent key is not refused
-# here: where it matters, V32Config reads it and reports it as missing.
+# (section or None, key, allowed values, must be there). Another value would need arithmetic that V3.2 does not define. Keys
+# that V32Config reads are reported as missing there.
 _OPTIONS = (
-    ("hidden_act", ("silu",)),
-    ("attention_bias", (False,)),
-    ("tie_word_embeddings", (False,)),
-    ("moe_layer_freq", (1,)),
-    ("n_shared_experts", (1,)),
-    ("scoring_func", ("sigmoid",)),
-    ("topk_method", ("noaux_tc",)),
-    ("norm_topk_prob", (True,)),
-)
-_QUANTIZATION = (
-    ("quant_method", ("fp8",)),
-    ("fmt", ("e4m3",)),
-    ("activation_scheme", ("dynamic",)),
-    ("scale_fmt", ("ue8m0",)),
+    (None, "hidden_act", ("silu",), False),
+    (None, "attention_bias", (False,), False),
+    (None, "tie_word_embeddings", (False,), False),
+    (None, "moe_layer_freq", (1,), False),
+    (None, "n_shared_experts", (1,), False),
+    (None, "scoring_func", ("sigmoid",), False),
+    (None, "topk_method", ("noaux_tc",), False),
+    (None, "norm_topk_prob", (True,), False),
+    ("quantization_config", "quant_method", ("fp8",), True),
+    ("quantization_config", "fmt", ("e4m3",), False),
+    ("quantization_config", "activation_scheme", ("dynamic",), False),
+    ("quantization_config", "scale_fmt", ("ue8m0",), True),
 )
 _BLOCK = (128, 128)
 _INDEX_WIDTHS = (32, 64, 128)
+_POSITIVE = (
+    "vocab_size hidden_size num_hidden_layers intermediate_size rms_norm_eps max_position_embeddings rope_theta "
+    "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads "
+    "index_head_dim index_topk n_routed_experts num_experts_per_tok n_group topk_group moe_intermediate_size "
+    "routed_scaling_factor"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,51 +43,21 @@ class V32Yarn(YarnConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class V32Config:
-    """DeepSeek-V3.2. Names, units and meaning are those of the official config.json.
+class V32Config(ModelConfig):
+    """DeepSeek-V3.2 (V3.2-Exp included). Source: the official config.json of DeepSeek-V3.2."""
 
-    Widths are in elements, lengths in tokens. Frozen and hashable. Source: the official config.json of DeepSeek-V3.2.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
+    rope_scaling: V32Yarn
     first_k_dense_replace: int  # the first layers, with a dense feed-forward of intermediate_size
     intermediate_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    rope_theta: float
-    rope_scaling: V32Yarn
-
-    num_attention_heads: int
-    q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
-    qk_rope_head_dim: int
     v_head_dim: int
-
-    index_n_heads: int
-    index_head_dim: int
-    index_topk: int
-
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
     n_group: int
     topk_group: int
-    moe_intermediate_size: int
-    scoring_func: str
     topk_method: str
-    norm_topk_prob: bool
-    routed_scaling_factor: float
-
-    num_nextn_predict_layers: int
-    bos_token_id: int
-    eos_token_id: int
-    weight_block_size: tuple[int, ...]
 
     def __post_init__(self):
-        refuse("This V3.2 config", _problems_of_values(self))
+        rules.refuse("This V3.2 config", _problems_of_values(self))
 
     @property
     def yarn(self) -> V32Yarn | None:
@@ -106,74 +79,31 @@ class V32Config:
 
         Raises ValueError that lists every missing key, wrong type, unsupported option and inconsistent value.
         """
-        quantization = raw.get("quantization_config")
-        if not isinstance(quantization, Mapping):
-            refuse(where, [f"quantization_config is {'missing' if quantization is None else 'not an object'}"])
-        reader, values = Reader(), {}
-        elsewhere = {"rope_scaling", "weight_block_size"}
-        for field in dataclasses.fields(cls):
-            if field.name not in elsewhere:
-                values[field.name] = reader.read(raw, field.name, field.type)
-        kinds = {field.name: field.type for field in dataclasses.fields(V32Yarn)}
-        values["rope_scaling"] = reader.read_object(raw, "rope_scaling", kinds, "")
+        (quantization,) = rules.sections(raw, ("quantization_config",), where)
+        reader = rules.Reader()
+        values = reader.read_fields(cls, raw, ("rope_scaling", "weight_block_size"))
+        values["rope_scaling"] = reader.read_object(raw, "rope_scaling", V32Yarn)
         values["weight_block_size"] = reader.read(
             quantization, "weight_block_size", tuple[int, ...], "quantization_config."
         )
-        problems = reader.all_problems() + _unsupported_options(raw, quantization)
-        if not reader.all_problems():
-            values["rope_scaling"] = V32Yarn(**values["rope_scaling"])
-            problems += _problems_of_values(types.SimpleNamespace(**values))
-        refuse(where, list(dict.fromkeys(problems)))
-        return cls(**values)
-
-
-def _unsupported_options(raw: Mapping[str, Any], quantization: Mapping[str, Any]) -> list[str]:
-    problems = []
-    for section, prefix, options in ((raw, "", _OPTIONS), (quantization, "quantization_config.", _QUANTIZATION)):
-        for key, allowed in options:
-            if key in section and (section[key] not in allowed or type(section[key]) is not type(allowed[0])):
-                problems.append(_unsupported(prefix + key, section[key], allowed))
-    for key in ("quant_method", "scale_fmt"):
-        if key not in quantization:
-            problems.append(f"missing, and there is no safe default: quantization_config.{key}")
-    rope = raw.get("rope_scaling")
-    if isinstance(rope, Mapping) and rope.get("type", rope.get("rope_type")) != "yarn":
-        problems.append(_unsupported("rope_scaling.type", rope.get("type", rope.get("rope_type")), ("yarn",)))
-    return problems
-
-
-def _unsupported(name: str, value: Any, allowed: tuple) -> str:
-    return f"{name} = {value!r} is not supported; allowed: {', '.join(map(repr, allowed))}"
+        problems = rules.option_problems(raw, _OPTIONS) + rules.yarn_problems(raw)
+        return reader.build(cls, values, where, problems, _problems_of_values)
 
 
 def _problems_of_values(c: Any) -> list[str]:
     """Sentences about values of the config `c` that are out of range or do not fit together."""
-    problems = [
-        f"{name} = {getattr(c, name)} must be positive"
-        for name in (
-            "vocab_size hidden_size num_hidden_layers intermediate_size rms_norm_eps max_position_embeddings rope_theta "
-            "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads "
-            "index_head_dim index_topk n_routed_experts num_experts_per_tok n_group topk_group moe_intermediate_size "
-            "routed_scaling_factor"
-        ).split()
-        if getattr(c, name) <= 0
-    ]
-    for name in ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings", "mscale"):
-        if getattr(c.rope_scaling, name) <= 0:
-            problems.append(f"rope_scaling.{name} = {getattr(c.rope_scaling, name)} must be positive")
-    if problems:
-        return problems
-    return [*_options_of_values(c), *_widths(c), *_experts(c)]
+    problems = rules.must_be_positive(c, _POSITIVE)
+    if c.rope_scaling.mscale <= 0:
+        problems.append(f"rope_scaling.mscale = {c.rope_scaling.mscale} must be positive")
+    return problems or [*rules.model_problems(c), *_options_of_values(c), *_widths(c), *_experts(c)]
 
 
 def _options_of_values(c: Any) -> list[str]:
-    given = [(name, getattr(c, name), allowed) for name, allowed in _OPTIONS if hasattr(c, name)]
-    problems = [_unsupported(name, value, allowed) for name, value, allowed in given if value not in allowed]
+    given = [(name, getattr(c, name), allowed) for _, name, allowed, _ in _OPTIONS if hasattr(c, name)]
+    problems = [rules.unsupported(name, value, allowed) for name, value, allowed in given if value not in allowed]
     yarn = c.rope_scaling
     if yarn.factor < 1:
         problems.append(f"rope_scaling.factor = {yarn.factor} must be at least 1")
-    if yarn.beta_fast < yarn.beta_slow:
-        problems.append(f"rope_scaling.beta_fast = {yarn.beta_fast} must not be below beta_slow = {yarn.beta_slow}")
     if yarn.mscale != yarn.mscale_all_dim:
         problems.append(
             f"rope_scaling.mscale = {yarn.mscale} and mscale_all_dim = {yarn.mscale_all_dim} differ: the rotation itself "
@@ -184,9 +114,6 @@ def _options_of_values(c: Any) -> list[str]:
             f"weight_block_size = {list(c.weight_block_size)} is not supported; allowed: {list(_BLOCK)}, the group that "
             "activations are quantised in"
         )
-    for name in ("bos_token_id", "eos_token_id"):
-        if not 0 <= getattr(c, name) < c.vocab_size:
-            problems.append(f"{name} = {getattr(c, name)} is outside the vocabulary of {c.vocab_size}")
     if c.num_nextn_predict_layers < 0:
         problems.append(f"num_nextn_predict_layers = {c.num_nextn_predict_layers} must not be negative")
     return problems
@@ -203,7 +130,7 @@ def _widths(c: Any) -> list[str]:
         if value % _BLOCK[1]:
             problems.append(f"{name} = {value} must be a multiple of {_BLOCK[1]}, the quantisation group")
     if c.index_head_dim not in _INDEX_WIDTHS:
-        problems.append(_unsupported("index_head_dim", c.index_head_dim, _INDEX_WIDTHS))
+        problems.append(rules.unsupported("index_head_dim", c.index_head_dim, _INDEX_WIDTHS))
     if c.qk_rope_head_dim % 2 or c.qk_rope_head_dim > c.index_head_dim:
         problems.append(
             f"qk_rope_head_dim = {c.qk_rope_head_dim} must be even, and not above index_head_dim = {c.index_head_dim}"

@@ -46,7 +46,8 @@ def _v41_row(config: V41Config, role: LayerRole) -> tuple[str, ...]:
 
 def _v4_row(config: V4Config, role: layer_plan_v4.V4LayerRole) -> tuple[str, ...]:
     selected = str(config.index_topk) if role.mode == "indexed" else "-"
-    return (str(role.ratio), role.mode, selected, "token" if role.hash_routed else "score", *_rope(role))
+    flags = ("token" if role.hash_routed else "score", "yes" if role.draft_tap else "-")
+    return (str(role.ratio), role.mode, selected, *flags, *_rope(role))
 
 
 def _v32_row(config: V32Config, role: layer_plan_v32.LatentRole) -> tuple[str, ...]:
@@ -75,7 +76,7 @@ _INVENTORIES: dict[type, Inventory] = {
         model_type="deepseek_v4",
         plan=layer_plan_v4.layer_plan,
         draft=layer_plan_v4.draft_plan,
-        columns=("ratio", "mode", "top-k", "experts by", "theta", "YaRN"),
+        columns=("ratio", "mode", "top-k", "experts by", "draft tap", "theta", "YaRN"),
         row=_v4_row,
         tensors=official_v4.official_tensors,
         caches=memory_v4.cache_bytes,

@@ -15,12 +15,14 @@ class V4LayerRole:
 
     mode: "window" sees the sliding window alone; "indexed" adds the compressed rows that its own indexer selects (its
     compressor pools two groups a row); "all" adds every visible compressed row. hash_routed: experts by token id.
+    draft_tap: the draft stages read the stream after this layer.
     """
 
     index: int
     ratio: int
     mode: Mode
     hash_routed: bool
+    draft_tap: bool
     rope: RopeSpec
 
     @property
@@ -35,9 +37,9 @@ def layer_plan(config: V4Config) -> tuple[V4LayerRole, ...]:
 
 
 def draft_plan(config: V4Config) -> tuple[V4LayerRole, ...]:
-    """The role of the MTP layer, if there is one. `index` counts on from the backbone."""
+    """The roles of the MTP layer or the DSpark stages, if there are any. `index` counts on from the backbone."""
     first = config.num_hidden_layers
-    return tuple(_role(config, index) for index in range(first, first + config.num_nextn_predict_layers))
+    return tuple(_role(config, index) for index in range(first, first + config.draft_layers))
 
 
 def _role(config: V4Config, index: int) -> V4LayerRole:
@@ -49,5 +51,6 @@ def _role(config: V4Config, index: int) -> V4LayerRole:
         ratio=ratio,
         mode=mode,
         hash_routed=index < config.num_hash_layers,
+        draft_tap=config.dspark is not None and index in config.dspark.target_layer_ids,
         rope=compressed if ratio else plain,
     )

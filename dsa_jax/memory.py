@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"\d+")  # layers and experts: names that differ only there
 _DIVIDED = tuple(
     (re.compile(pattern), unit)
     for pattern, unit in (
-        (r"^(embed|head)\.weight$|\.markov_head\.(embed|head)\.", "vocab_size"),
+        (r"^(embed|head)\.weight$|\.markov_head\.", "vocab_size"),
         (r"^mtp\..*\.ffn\.experts\.", "dspark_n_routed_experts"),
         (r"\.ffn\.experts\.", "n_routed_experts"),
         (r"\.indexer\.(wq_b|weights_proj)\.", "index_n_heads"),

@@ -33,7 +33,7 @@ def cache_bytes(config: V4Config, context: int, batch: int) -> CacheBytes:
         "index keys": sum(context // r.ratio for r in indexed) * index_row,
         "open groups": tails(compressed, config.head_dim) + tails(indexed, index),
         "draft window rows": len(drafts) * config.sliding_window * row,
-        "draft streams": len(drafts) * config.hc_mult * config.hidden_size * 2,
+        "draft streams": (len(drafts) if config.dspark is None else 0) * config.hc_mult * config.hidden_size * 2,
     }
     per_token = sum(row / r.ratio for r in compressed) + sum(index_row / r.ratio for r in indexed)
     return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})

@@ -1,4 +1,4 @@
-"""The official config.json of V4-Flash and V4-Pro, as parsed JSON."""
+"""The official config.json of V4-Flash, V4-Flash-0731 and V4-Pro, as parsed JSON."""
 
 import copy
 
@@ -64,6 +64,13 @@ _FLASH = {
     "index_topk": 512,
     "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0],
 }
+_FLASH_0731 = _FLASH | {
+    "compress_ratios": [0, 0] + [4, 128] * 20 + [4] + [0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 128799,
+    "dspark_target_layer_ids": [40, 41, 42],
+    "dspark_markov_rank": 256,
+}
 _PRO = {
     "hidden_size": 7168,
     "num_hidden_layers": 61,
@@ -79,5 +86,5 @@ _PRO = {
 
 
 def official_v4_config(size: str) -> dict:
-    """A copy of the config of "flash" (first release, with the later expert_dtype) or "pro"."""
-    return copy.deepcopy(_COMMON | {"flash": _FLASH, "pro": _PRO}[size])
+    """A copy of the config of "flash" (first release, with the later expert_dtype), "flash-0731" or "pro"."""
+    return copy.deepcopy(_COMMON | {"flash": _FLASH, "flash-0731": _FLASH_0731, "pro": _PRO}[size])

@@ -1,10 +1,13 @@
 """V4: the same tokens, however they arrive: one shot, any chunks, one by one, in a batch (design rule 4)."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
-from tiny_v4 import tiny_model
+from reference.dspark import draft as reference_draft
+from tiny_v4 import dspark_config, tiny_model
 
 from dsa_jax.sampling import Sampling
 
@@ -152,6 +155,29 @@ def test_a_draft_is_what_the_mtp_layer_gives_once_the_token_is_there(n):
     gap = np.abs(np.asarray(drafted.logits)[0, 0] - whole).max()
     assert gap <= tolerances.of("model.arrival.f32")
     assert list(np.asarray(drafted.ids)[0]) == [tokens[n], whole.argmax()] and drafted.confidence is None
+
+
+@pytest.mark.parametrize("splits", [[], [1], [7, 8, 21]])
+def test_dspark_drafts_are_those_of_the_specification(splits):
+    """30 tokens, however they arrive, then a block of 3 drafts: ids, logits and confidence of an independent NumPy
+    implementation, fed with what the stages read of the backbone. The window of 8 is full."""
+    lm, tokens = tiny_model(config=dspark_config()), prompt(30, seed=12)
+    cache, read = lm.new_cache(1, 512), []
+    for part in np.split(tokens, splits):
+        padded = np.zeros((1, ROWS), np.int32)
+        padded[0, : len(part)] = part
+        _, cache, taps = lm.forward(cache, padded, np.array([len(part)], np.int32))
+        read.append(np.asarray(taps["main_hidden"])[0, : len(part)])
+        # The stages read the stream behind the layers, as the mean of its copies.
+        behind = np.concatenate([np.asarray(taps[f"layer{i}.h"]).mean(2) for i in (0, 1)], axis=-1)
+        np.testing.assert_allclose(taps["main_hidden"], behind, atol=tolerances.of("model.arrival.f32"))
+    weights = {name: np.asarray(lm.parameter(name)) for name in lm._names if name.startswith(("mtp.", "embed.", "head."))}
+    config = dataclasses.asdict(lm.config)
+    ids, logits, confidence = reference_draft(config, weights, np.concatenate(read).astype(np.float64), 7, block=3, noise=1)
+    drafted = lm.draft(cache, np.array([7], np.int32))
+    assert list(np.asarray(drafted.ids)[0]) == list(ids) and drafted.ids.shape == (1, 4)
+    assert np.abs(np.asarray(drafted.logits)[0] - logits).max() <= tolerances.of("model.drafts.f32")
+    assert np.abs(np.asarray(drafted.confidence)[0] - confidence).max() <= tolerances.of("model.drafts.f32")
 
 
 def test_ac_53_requests_of_a_batch_do_not_touch_each_other():

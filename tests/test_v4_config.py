@@ -23,24 +23,30 @@ def test_official_configs():
     assert flash.image_token_id is None and hash(flash) != hash(pro)
 
 
-@pytest.mark.parametrize("size", ["flash", "pro"])
+@pytest.mark.parametrize("size", ["flash", "flash-0731", "pro"])
 def test_ac_63_every_layer_has_the_rotation_of_its_ratio(size):
-    """(ratio, theta, YaRN factor) by layer; the last entry of the ratios belongs to the MTP layer."""
+    """(ratio, theta, YaRN factor) by layer; entries behind the layers' belong to the MTP layer or the DSpark stages."""
     config = V4Config.from_dict(official_v4_config(size))
     window, indexed, every = (0, 10000.0, None), (4, 160000.0, 16.0), (128, 160000.0, 16.0)
-    first = [window, window] if size == "flash" else [every, every]
-    expected = [*first, *[indexed, every] * (20 if size == "flash" else 29), indexed, window]
+    first = [every, every] if size == "pro" else [window, window]
+    drafts = 3 if size == "flash-0731" else 1
+    expected = [*first, *[indexed, every] * (29 if size == "pro" else 20), indexed, *[window] * drafts]
     roles = [*layer_plan(config), *draft_plan(config)]
-    assert len(config.compress_ratios) == config.num_hidden_layers + 1
+    assert len(config.compress_ratios) == config.num_hidden_layers + drafts and len(draft_plan(config)) == drafts
     assert [(r.ratio, r.rope.theta, r.rope.yarn and r.rope.yarn.factor) for r in roles] == expected
     assert [r.mode for r in roles] == [{0: "window", 4: "indexed", 128: "all"}[ratio] for ratio, _, _ in expected]
     assert [r.index for r in roles if r.hash_routed] == [0, 1, 2]
     assert [r.overlap for r in roles] == [r.ratio == 4 for r in roles]
+    assert [r.index for r in roles if r.draft_tap] == ([40, 41, 42] if drafts == 3 else [])
 
 
 @pytest.mark.parametrize(
     ("size", "counts"),
-    [("flash", {0: 1565, 4: 1576, 128: 1569, "mtp": 1575, "all": 69187}), ("pro", {4: 2344, 128: 2337, "all": 145116})],
+    [
+        ("flash", {0: 1565, 4: 1576, 128: 1569, "all": 69187}),
+        ("flash-0731", {0: 1565, 4: 1576, 128: 1569, "all": 72317}),
+        ("pro", {4: 2344, 128: 2337, "all": 145116}),
+    ],
 )
 def test_parameters_are_the_tensors_of_the_official_checkpoint(size, counts):
     """The tensor counts that the published checkpoints have, by layer of each ratio and in all."""
@@ -100,14 +106,24 @@ def test_ac_16_a_missing_key_is_an_error(key):
         V4Config.from_dict(raw)
 
 
+DSPARK = official_v4_config("flash-0731")
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"index_topk": 0}, "index_topk = 0 must be positive"),
         ({"compress_ratios": [4] * 43}, "compress_ratios has 43 entries; 43 layers and 1 MTP layers need 44"),
-        ({"compress_ratios": [4] * 44}, "the MTP layer sees the window alone"),
+        ({"compress_ratios": [4] * 44}, "the MTP layers see the window alone"),
         ({"num_nextn_predict_layers": 3}, "num_nextn_predict_layers = 3 is not supported; allowed: 0, 1"),
-        ({"dspark_block_size": 5}, "DSpark draft stages, which are carried for V4.1 only"),
+        (
+            {"dspark_block_size": 5},
+            "no safe default: dspark_noise_token_id, dspark_target_layer_ids, dspark_markov_rank",
+        ),
+        (DSPARK | {"compress_ratios": [0] * 43}, "compress_ratios has 43 entries; the dspark_ keys announce draft stages"),
+        (DSPARK | {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers = 2 is not supported; allowed: 1, 3"),
+        (DSPARK | {"dspark_target_layer_ids": [40, 43]}, "dspark_target_layer_ids = [40, 43] names a layer outside 0..42"),
+        (DSPARK | {"dspark_noise_token_id": 129280}, "dspark_noise_token_id = 129280 is outside the vocabulary"),
         ({"expert_dtype": "fp8"}, "expert_dtype = 'fp8' is not supported; allowed: 'fp4'"),
         ({"num_hash_layers": 44}, "num_hash_layers = 44 is outside 0..43"),
         ({"index_head_dim": 96}, "index_head_dim = 96 must be a power of two"),

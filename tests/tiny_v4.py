@@ -11,7 +11,7 @@ from flax import nnx
 from tiny import random_leaf
 
 from dsa_jax.config import load_config
-from dsa_jax.config_v4 import V4Config
+from dsa_jax.config_v4 import DSparkConfig, V4Config
 from dsa_jax.decode import LanguageModel, parameter_names
 from dsa_jax.models.deepseek_v4 import DeepseekV4
 from dsa_jax.numerics import numerics
@@ -42,6 +42,12 @@ def tiny_config(**changes) -> V4Config:
         weight_block_size=(32, 32),
     )
     return dataclasses.replace(load_config(CHECKPOINT), **values | changes)
+
+
+def dspark_config() -> V4Config:
+    """Layers of ratio 0 and 4, and two DSpark stages, of 3 drafts, instead of the MTP layer."""
+    dspark = DSparkConfig(block_size=3, noise_token_id=1, target_layer_ids=(0, 1), markov_rank=32)
+    return tiny_config(num_hidden_layers=2, compress_ratios=(0, 4, 0, 0), dspark=dspark)
 
 
 def _leaf(name: str, shape: tuple[int, ...], dtype, seed: int) -> np.ndarray:

@@ -34,6 +34,7 @@ TABLE |= {
 }
 
 TABLE |= {
+    "model.drafts.f32": (2e-5, "float32 sums of two layers and two heads against float64, logits of a few units"),
     "model.rope": (1e-6, "one float32 rotation; golden/README.md states 1e-6"),
     "model.rope.table": (1e-5, "cosine and sine of float32 angles; golden/README.md states 1e-5 at later positions"),
     "model.rope.far": (1e-6, "float32 cosine against float64's of the same float32 angle (AC-29 states 1e-6)"),

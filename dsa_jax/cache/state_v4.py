@@ -58,13 +58,14 @@ class V4Cache:
 
     length: tokens held, int32 [B]. block_table: page ids of each request, int32 [B, M]; page i of the table holds the
     compressed rows of tokens [i·page_tokens, (i+1)·page_tokens) in every layer's pools. layers: LayerCache of each
-    layer. mtp: MTPCache, or None without an MTP layer.
+    layer. mtp: MTPCache, or None without an MTP layer. draft_windows: the rings of the DSpark stages, none without.
     """
 
     length: Leaf
     block_table: Leaf
     layers: Leaf
     mtp: Leaf
+    draft_windows: Leaf
 
     @property
     def requests(self) -> int:
@@ -101,7 +102,8 @@ def new_cache(config: V4Config, numerics: Numerics, requests: int, max_tokens: i
         length=jnp.zeros((requests,), jnp.int32),
         block_table=jnp.arange(requests * pages, dtype=jnp.int32).reshape(requests, pages),
         layers=tuple(layer(role) for role in layer_plan(config)),
-        mtp=MTPCache(layer(drafts[0]), stream) if drafts else None,
+        mtp=MTPCache(layer(drafts[0]), stream) if drafts and config.dspark is None else None,
+        draft_windows=tuple(layer(role).window for role in drafts) if config.dspark is not None else (),
     )
 
 

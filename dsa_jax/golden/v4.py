@@ -35,6 +35,8 @@ def of_prefill(lm: LanguageModel, case: Case, cache: V4Cache, out: Tensors) -> T
 
     The rows before the last came with the prefill, which gives row i at position i - 1; the last is the draft.
     """
+    if "prefill.mtp.logits" not in out:
+        return {}
     first = out["prefill.logits"][-1].argmax().astype(np.int32)
     last = np.asarray(lm.draft(cache, first[None]).logits)[0]
     return {

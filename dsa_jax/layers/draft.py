@@ -5,8 +5,9 @@ the last token and noise tokens through the stages, all of which see each other,
 token depend on the one before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
-from dsa_jax.config import V41Config
+from dsa_jax.config import SharedKVConfig, V41Config
 from dsa_jax.layer_plan import LayerRole
-from dsa_jax.layers.attention import extend_window
 from dsa_jax.layers.decoder import Block
 from dsa_jax.layers.hyper_connections import collapse, start_stream
 from dsa_jax.layers.linear import Linear, QuantizedLinear
@@ -24,6 +24,8 @@ from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32, matmul
 from dsa_jax.pytree import Leaf
 from dsa_jax.step import Step
+
+Attend = Callable[[Float[Array, "B S d"]], tuple[Float[Array, "B S d"], Any]]
 
 
 @jax.tree_util.register_dataclass
@@ -56,6 +58,14 @@ class MarkovHead(nnx.Module):
         self.embed = Embedding(vocab, rank)
         self.head = Linear(vocab, rank)
 
+    def row(self, ids: Int32[Array, "*rows"], numerics: Numerics) -> Float[Array, "*rows r"]:
+        """What is known of the token before."""
+        return self.embed(ids, numerics)
+
+    def logits(self, row: Float[Array, "*rows r"]) -> Float[Array, "*rows V"]:
+        """Float32 logits of a row."""
+        return self.head.in_float32(row)
+
 
 class ConfidenceHead(nnx.Module):
     """How likely a draft token is to be accepted: proj bf16 [1, D + rank]."""
@@ -64,24 +74,57 @@ class ConfidenceHead(nnx.Module):
         self.proj = Linear(1, width)
 
 
-class DraftStage(Block):
-    """A window-only block. The first stage also projects the taps, the last one holds the draft's own heads."""
+class DraftHeads(nnx.Module):
+    """A draft stage without its block: the first stage projects the taps, the last one holds the draft's own heads.
 
-    def __init__(self, config: V41Config, role: LayerRole, *, first: bool, last: bool):
-        super().__init__(config, role, config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
+    The block's class gives `attn`, and:
+    run(stream, mix, attend, step, numerics): the stream after the block whose attention is `attend`, and the next mix.
+    read(stream, mix, numerics): the stream collapsed for the heads.
+    """
+
+    def __init__(self, config: SharedKVConfig, taps: int, markov_head: nnx.Module, rank: int, *, first: bool, last: bool):
         width, eps = config.hidden_size, config.rms_norm_eps
         if first:
-            taps = len(config.dspark_target_layer_ids)
             self.main_proj = QuantizedLinear(width, taps * width, config.weight_block_size)
             self.main_norm = RMSNorm(width, eps)
         if last:
             self.norm = RMSNorm(width, eps)
-            self.markov_head = MarkovHead(config.vocab_size, config.dspark_markov_rank)
-            self.confidence_head = ConfidenceHead(width + config.dspark_markov_rank)
+            self.markov_head = markov_head
+            self.confidence_head = ConfidenceHead(width + rank)
+
+
+class DraftStage(Block, DraftHeads):
+    """A stage whose block delays its mixes."""
+
+    def __init__(self, config: V41Config, role: LayerRole, *, first: bool, last: bool):
+        Block.__init__(self, config, role, config.dspark_n_routed_experts, config.dspark_num_experts_per_tok)
+        rank = config.dspark_markov_rank
+        DraftHeads.__init__(
+            self, config, len(config.dspark_target_layer_ids), MarkovHead(config.vocab_size, rank), rank,
+            first=first, last=last,
+        )  # fmt: skip
+
+    def run(
+        self, stream: Float[Array, "B S c d"], mix: Float[Array, "B S c"], attend: Attend, step: Step, numerics: Numerics
+    ) -> tuple[Float[Array, "B S c d"], Float[Array, "B S c"]]:
+        """The stream after the stage, and the mix for the next one."""
+        stream, mix, _ = self(stream, mix, attend, step.valid, None, numerics)
+        return stream, mix
+
+    def read(
+        self, stream: Float[Array, "B S c d"], mix: Float[Array, "B S c"], numerics: Numerics
+    ) -> Float[Array, "B S d"]:
+        """The stream collapsed by the last mix."""
+        return collapse(stream, mix, numerics)
+
+
+def tap_stream(stream: Float[Array, "B S c d"], numerics: Numerics) -> Float[Array, "B S d"]:
+    """What the stages read of the backbone at a tapped layer: the mean of the copies."""
+    return numerics.round(jnp.mean(f32(stream), axis=-2))
 
 
 def remember(
-    stages: Sequence[DraftStage],
+    stages: Sequence[DraftHeads],
     windows: tuple[ops.PagedRows, ...],
     main_hidden: Float[Array, "B S td"],
     step: Step,
@@ -92,45 +135,46 @@ def remember(
     kept = []
     for stage, window in zip(stages, windows, strict=True):
         rows = stage.attn.window_rows(main, stage.attn.angles(step.positions), numerics)
-        kept.append(extend_window(window, rows, step)[1])
+        kept.append(stage.attn.extend_window(window, rows, step, numerics)[1])
     return tuple(kept)
 
 
 def draft(
-    stages: Sequence[DraftStage],
+    stages: Sequence[DraftHeads],
     windows: tuple[ops.PagedRows, ...],
     embed: Embedding,
     head: Linear,
     step: Step,
     tokens: Int32[Array, " B"],
-    config: V41Config,
+    noise_token_id: int,
+    copies: int,
     numerics: Numerics,
 ) -> Draft:
     """Drafts that follow `tokens`, which follow the tokens remembered so far. `step` places one row per draft token.
 
     The windows are read, not changed: what is accepted later enters them through the backbone.
     """
-    n = config.dspark_block_size
-    noise = jnp.full((len(tokens), n - 1), config.dspark_noise_token_id, jnp.int32)
-    stream, mix = start_stream(embed(jnp.concatenate([tokens[:, None], noise], axis=1), numerics), config.hc_mult)
+    n = step.positions.shape[1]
+    noise = jnp.full((len(tokens), n - 1), noise_token_id, jnp.int32)
+    stream, mix = start_stream(embed(jnp.concatenate([tokens[:, None], noise], axis=1), numerics), copies)
     for stage, window in zip(stages, windows, strict=True):
 
-        def attend(x, stage=stage, window=window):
-            angles = stage.attn.angles(step.positions)
-            _, q = stage.attn.query(x, angles, numerics)
-            recent, _ = extend_window(window, stage.attn.window_rows(x, angles, numerics), step)
-            slots = step.recent(seen_by_drafts(step, config.sliding_window), config.sliding_window)
-            return stage.attn.attend(q, (recent,), (slots,), angles, numerics), None
+        def attend(x, attn=stage.attn, window=window):
+            angles = attn.angles(step.positions)
+            _, q = attn.query(x, angles, numerics)
+            recent, _ = attn.extend_window(window, attn.window_rows(x, angles, numerics), step, numerics)
+            slots = step.recent(seen_by_drafts(step, attn.window), attn.window)
+            return attn.attend(q, (recent,), (slots,), angles, numerics), None
 
-        stream, mix, _ = stage(stream, mix, attend, step.valid, None, numerics)
+        stream, mix = stage.run(stream, mix, attend, step, numerics)
     last = stages[-1]
-    h = collapse(stream, mix, numerics)
+    h = last.read(stream, mix, numerics)
     base = head.in_float32(last.norm(h, numerics))
 
     ids, logits, confidence = [tokens], [], []
     for i in range(n):
-        before = last.markov_head.embed(ids[-1], numerics)
-        logits.append(base[:, i] + last.markov_head.head.in_float32(before))
+        before = last.markov_head.row(ids[-1], numerics)
+        logits.append(base[:, i] + last.markov_head.logits(before))
         evidence = jnp.concatenate([f32(h[:, i]), f32(before)], axis=-1)
         confidence.append(matmul(evidence, f32(last.confidence_head.proj.weight[...]))[:, 0])
         ids.append(jnp.argmax(logits[-1], axis=-1).astype(jnp.int32))

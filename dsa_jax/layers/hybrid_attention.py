@@ -50,7 +50,7 @@ class HybridAttention(SharedKVAttention):
         rows = self.window_rows(x, angles, numerics)
         if tap is not None:
             tap("window_kv", rows)
-        recent, window = extend_window(cache.window, rows, step, numerics)
+        recent, window = self.extend_window(cache.window, rows, step, numerics)
         caches = (recent,)
         slots = (step.recent(step.window(self.window), self.window),)
         compressed, index_keys = cache.compressed, cache.index_keys
@@ -92,6 +92,20 @@ class HybridAttention(SharedKVAttention):
         """Compressed rows of the compressor's latents, as their record's writer takes them."""
         return self.rows(numerics).prepare(apply_rope(latent, angles, numerics))
 
+    def extend_window(
+        self, ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
+    ) -> tuple[ops.PagedRows, ops.PagedRows]:
+        """([ring rows as they were | new rows] as one cache for this step, the ring after the step).
+
+        The rows of this step are values in the result dtype, which hold what the records hold: new ones pass through the
+        record as the ring's did. (Records with their scales at the end of a page cannot be joined as bytes.)
+        """
+        rows = flatten_rows(rows)
+        old = ring.gather(jnp.arange(ring.num_slots, dtype=jnp.int32), numerics.dtype)
+        new = ring.format.decode(ring.format.encode(rows), numerics.dtype)
+        recent = ops.PagedRows(jnp.concatenate([old, new])[:, None], ops.Plain(old.shape[-1], numerics.dtype), 1)
+        return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)
+
     def extend(
         self,
         cache: CompressedCache,
@@ -106,18 +120,3 @@ class HybridAttention(SharedKVAttention):
         rows = finish(latent, self.angles(groups * self.role.ratio), numerics)
         slots, _ = ops.positions_to_slots(groups[..., None], step.block_table, cache.rows.page_size)
         return CompressedCache(cache.rows.scatter(slots.reshape(-1), flatten_rows(rows)), tail)
-
-
-def extend_window(
-    ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
-) -> tuple[ops.PagedRows, ops.PagedRows]:
-    """([ring rows as they were | new rows] as one cache for this step, the ring after the step).
-
-    The rows of this step are values in the result dtype, which hold what the records hold: new ones pass through the
-    record as the ring's did. (Records with their scales at the end of a page cannot be joined as bytes.)
-    """
-    rows = flatten_rows(rows)
-    old = ring.gather(jnp.arange(ring.num_slots, dtype=jnp.int32), numerics.dtype)
-    new = ring.format.decode(ring.format.encode(rows), numerics.dtype)
-    recent = ops.PagedRows(jnp.concatenate([old, new])[:, None], ops.Plain(old.shape[-1], numerics.dtype), 1)
-    return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)

@@ -1,6 +1,8 @@
 """A decoder layer whose sub-layers read the copied stream with mixes of their own (mHC without delay; spec deepseek-v4
 section 4)."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -8,10 +10,11 @@ from jaxtyping import Array, Float, Int32
 from dsa_jax.cache.state_v4 import LayerCache
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole
+from dsa_jax.layers.draft import Attend, DraftHeads, Embedding
 from dsa_jax.layers.hash_moe import HashMoE
-from dsa_jax.layers.hybrid_attention import HybridAttention, extend_window
+from dsa_jax.layers.hybrid_attention import HybridAttention
 from dsa_jax.layers.hyper_connections import Mixes, collapse, expand, head_mix, mixes
-from dsa_jax.layers.linear import QuantizedLinear
+from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32
 from dsa_jax.step import Step
@@ -58,8 +61,24 @@ class SelfMixedBlock(nnx.Module):
         tap: Tap | None = None,
     ) -> tuple[Float[Array, "B S c d"], LayerCache]:
         """The stream after the layer, and the layer's caches after the step. `ids` are the tokens of the rows."""
+
+        def attend(x):
+            return self.attn(x, step, cache, numerics, tap)
+
+        return self.around(attend, stream, ids, step, numerics, tap)
+
+    def around(
+        self,
+        attend: Attend,
+        stream: Float[Array, "B S c d"],
+        ids: Int32[Array, "B S"],
+        step: Step,
+        numerics: Numerics,
+        tap: Tap | None = None,
+    ) -> tuple[Float[Array, "B S c d"], Any]:
+        """The stream after the layer whose attention is `attend`, and the state that attention returned."""
         x, post, comb = self.attention_input(stream, numerics)
-        y, cache = self.attn(x, step, cache, numerics, tap)
+        y, state = attend(x)
         if tap is not None:
             tap("attn_out", y)
         stream = expand(y, stream, post, comb, numerics)
@@ -69,7 +88,7 @@ class SelfMixedBlock(nnx.Module):
         if tap is not None:
             tap("ffn_out", y)
             tap("h", stream)
-        return stream, cache
+        return stream, state
 
 
 class StreamHead(nnx.Module):
@@ -126,7 +145,7 @@ class MTPLayer(SelfMixedBlock, StreamHead):
         """The layer's window with the rows of this step, without the rest of the layer."""
         x, _, _ = self.attention_input(self.start(stream, embedded, numerics), numerics)
         rows = self.attn.window_rows(x, self.attn.angles(step.positions), numerics)
-        _, window = extend_window(cache.window, rows, step, numerics)
+        _, window = self.attn.extend_window(cache.window, rows, step, numerics)
         return LayerCache(window, None, None)
 
     def predict(
@@ -141,3 +160,48 @@ class MTPLayer(SelfMixedBlock, StreamHead):
         """Rows for the LM head, normalised. `ids` are the tokens after the rows', which `embedded` holds."""
         x, _ = self(self.start(stream, embedded, numerics), ids, step, cache, numerics)
         return self.norm(self.read_stream(x, numerics), numerics)
+
+
+class MarkovTables(nnx.Module):
+    """`draft.MarkovHead` under the names of this family's checkpoints: markov_w1 bf16 [V, rank], markov_w2 bf16 [V, rank]."""
+
+    def __init__(self, vocab: int, rank: int):
+        self.markov_w1 = Embedding(vocab, rank)
+        self.markov_w2 = Linear(vocab, rank)
+
+    def row(self, ids: Int32[Array, "*rows"], numerics: Numerics) -> Float[Array, "*rows r"]:
+        """What is known of the token before."""
+        return self.markov_w1(ids, numerics)
+
+    def logits(self, row: Float[Array, "*rows r"]) -> Float[Array, "*rows V"]:
+        """Float32 logits of a row."""
+        return self.markov_w2.in_float32(row)
+
+
+class SelfMixedStage(SelfMixedBlock, StreamHead, DraftHeads):
+    """A DSpark stage whose block mixes for itself; the last stage reads the stream by a mix of its own.
+
+    Window only, all experts, chosen by score (spec deepseek-v4 section 9).
+    """
+
+    def __init__(self, config: V4Config, role: V4LayerRole, *, first: bool, last: bool):
+        SelfMixedBlock.__init__(self, config, role)
+        if last:
+            StreamHead.__init__(self, config)
+        rank, taps = config.dspark.markov_rank, len(config.dspark.target_layer_ids)
+        DraftHeads.__init__(
+            self, config, taps, MarkovTables(config.vocab_size, rank), rank, first=first, last=last
+        )
+
+    def run(
+        self, stream: Float[Array, "B S c d"], mix: Float[Array, "B S c"], attend: Attend, step: Step, numerics: Numerics
+    ) -> tuple[Float[Array, "B S c d"], Float[Array, "B S c"]]:
+        """The stream after the stage; the mix is not used. The gate goes by score, so that the rows need no token ids."""
+        stream, _ = self.around(attend, stream, jnp.zeros_like(step.positions), step, numerics)
+        return stream, mix
+
+    def read(
+        self, stream: Float[Array, "B S c d"], mix: Float[Array, "B S c"], numerics: Numerics
+    ) -> Float[Array, "B S d"]:
+        """The stream collapsed by the head's own mix."""
+        return self.read_stream(stream, numerics)

@@ -8,8 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsa_jax import ops
-from dsa_jax.config import V41Config
-from dsa_jax.config_v4 import V4Config
+from dsa_jax.config import SharedKVConfig
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
@@ -24,7 +23,7 @@ class SharedKVAttention(nnx.Module):
     With `norm_heads` every query head is normalised before its rotation.
     """
 
-    def __init__(self, config: V41Config | V4Config, rope: RopeSpec, *, norm_heads: bool):
+    def __init__(self, config: SharedKVConfig, rope: RopeSpec, *, norm_heads: bool):
         self.rope, self.norm_heads, self.eps = rope, norm_heads, config.rms_norm_eps
         self.heads, self.head_dim, self.rope_dim = (
             config.num_attention_heads,

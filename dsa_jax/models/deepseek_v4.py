@@ -1,4 +1,4 @@
-"""DeepSeek-V4's language model (Flash and Pro): embed, layers by plan, head; and the MTP layer as its draft."""
+"""DeepSeek-V4's language model (Flash and Pro): embed, layers by plan, head; and what drafts, an MTP layer or DSpark's stages."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -7,11 +7,11 @@ from jaxtyping import Array, Float, Int32
 from dsa_jax.cache.state_v4 import MTPCache, V4Cache
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
-from dsa_jax.layers.draft import Draft, Embedding
+from dsa_jax.layers.draft import Draft, Embedding, draft, remember, tap_stream
 from dsa_jax.layers.hyper_connections import start_stream
 from dsa_jax.layers.linear import Linear
 from dsa_jax.layers.norm import RMSNorm
-from dsa_jax.layers.self_mixed import MTPLayer, SelfMixedBlock, StreamHead
+from dsa_jax.layers.self_mixed import MTPLayer, SelfMixedBlock, SelfMixedStage, StreamHead
 from dsa_jax.numerics import Numerics
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
@@ -27,7 +27,13 @@ class DeepseekV4(StreamHead):
         self.layers = nnx.List([SelfMixedBlock(config, role) for role in self.plan])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Linear(config.vocab_size, config.hidden_size)
-        self.mtp = nnx.List([MTPLayer(config, role) for role in draft_plan(config)])
+        drafts = draft_plan(config)
+        if config.dspark is None:
+            self.mtp = nnx.List([MTPLayer(config, role) for role in drafts])
+        else:
+            self.mtp = nnx.List(
+                [SelfMixedStage(config, role, first=role is drafts[0], last=role is drafts[-1]) for role in drafts]
+            )
 
     def __call__(
         self,
@@ -45,28 +51,49 @@ class DeepseekV4(StreamHead):
         step = Step.of(cache.length, count, cache.block_table, tokens.shape[1])
         embedded = self.embed(tokens, numerics)
         stream, _ = start_stream(embedded, self.config.hc_mult)
-        layers = []
+        layers, taps = [], []
         for role, layer, own in zip(self.plan, self.layers, cache.layers, strict=True):
             layer_tap = None if tap is None else tap.within(f"layer{role.index}.")
             stream, own = layer(stream, tokens, step, own, numerics, layer_tap)
             layers.append(own)
+            if role.draft_tap:
+                taps.append(tap_stream(stream, numerics))
         h = self.read_stream(stream, numerics)
-        mtp = None
-        if self.mtp:
+        mtp, draft_windows = cache.mtp, cache.draft_windows
+        if taps:
+            main_hidden = jnp.concatenate(taps, axis=-1)
+            draft_windows = remember(self.mtp, draft_windows, main_hidden, step, numerics)
+            if tap is not None:
+                tap("main_hidden", main_hidden)
+        elif self.mtp:
             mtp = self._remember(cache, stream, embedded, tokens, count, numerics, tap)
         if tap is not None:
             tap("final_hidden", h)
-        return h, V4Cache(length=step.end, block_table=cache.block_table, layers=tuple(layers), mtp=mtp)
+        return h, V4Cache(
+            length=step.end,
+            block_table=cache.block_table,
+            layers=tuple(layers),
+            mtp=mtp,
+            draft_windows=draft_windows,
+        )
 
     def logits(self, h: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows V"]:
         """Float32 logits of hidden rows."""
         return self.head.in_float32(self.norm(h, numerics))
 
     def draft(self, cache: V4Cache, tokens: Int32[Array, " B"], numerics: Numerics) -> Draft:
-        """One greedy draft after `tokens`, which follow the tokens in the cache (at least one).
+        """Greedy drafts after `tokens`, which follow the tokens in the cache: one of an MTP layer (which needs a token in
+        the cache), a block of DSpark's stages.
 
         The cache is not changed.
         """
+        if self.config.dspark is not None:
+            n = self.config.dspark.block_size
+            step = Step.of(cache.length, jnp.full_like(cache.length, n), cache.block_table, n)
+            return draft(
+                self.mtp, cache.draft_windows, self.embed, self.head, step, tokens,
+                self.config.dspark.noise_token_id, self.config.hc_mult, numerics,
+            )  # fmt: skip
         (layer,) = self.mtp
         embedded = self.embed(tokens[:, None], numerics)
         step = Step.of(cache.length - 1, jnp.ones_like(cache.length), cache.block_table, 1)

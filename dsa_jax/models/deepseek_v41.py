@@ -14,13 +14,13 @@ from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
 from dsa_jax.layers.attention import AttentionState
 from dsa_jax.layers.decoder import Block
-from dsa_jax.layers.draft import Draft, DraftStage, Embedding, draft, remember
+from dsa_jax.layers.draft import Draft, DraftStage, Embedding, draft, remember, tap_stream
 from dsa_jax.layers.engram import Engram
 from dsa_jax.layers.engram_hash import EngramHash, hash_rows
 from dsa_jax.layers.hyper_connections import collapse, start_stream
 from dsa_jax.layers.linear import Linear
 from dsa_jax.layers.norm import RMSNorm
-from dsa_jax.numerics import Numerics, f32
+from dsa_jax.numerics import Numerics
 from dsa_jax.pytree import Leaf
 from dsa_jax.step import Step, keep_recent, with_recent
 from dsa_jax.tap import Tap
@@ -106,7 +106,7 @@ class DeepseekV41(nnx.Module):
                     layer_tap("engram_hash_ids", rows)
                     layer_tap("engram_out", stream)
             if role.draft_tap:
-                taps.append(numerics.round(jnp.mean(f32(stream), axis=-2)))
+                taps.append(tap_stream(stream, numerics))
             state = AttentionState(windows[role.index], sources, selected)
 
             def attend(y, layer=layer, state=state, layer_tap=layer_tap):
@@ -140,7 +140,10 @@ class DeepseekV41(nnx.Module):
         """Greedy drafts after `tokens`, which follow the tokens in the cache. The cache is not changed."""
         n = self.config.dspark_block_size
         step = Step.of(cache.length, jnp.full_like(cache.length, n), cache.block_table, n)
-        return draft(self.mtp, cache.draft_windows, self.embed, self.head, step, tokens, self.config, numerics)
+        return draft(
+            self.mtp, cache.draft_windows, self.embed, self.head, step, tokens,
+            self.config.dspark_noise_token_id, self.config.hc_mult, numerics,
+        )  # fmt: skip
 
     def _ngram_context(
         self, ring: Int32[Array, "B n"], ids: Int32[Array, "B S"], step: Step

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from dsa_jax.config import V41Config
-from dsa_jax.config_v4 import V4Config
+from dsa_jax.config import SharedKVConfig, V41Config
 from dsa_jax.layer_plan import LayerRole, draft_plan, layer_plan
 from dsa_jax.weights.header import DTYPES
 
@@ -55,7 +54,7 @@ def official_tensors(config: V41Config) -> dict[str, TensorSpec]:
     return tensors
 
 
-def fp8_linear(config: V41Config | V4Config, name: str, out: int, width: int) -> Named:
+def fp8_linear(config: SharedKVConfig, name: str, out: int, width: int) -> Named:
     """An FP8 linear and the scales of its tiles; edge tiles may be partial."""
     rows, columns = config.weight_block_size
     yield f"{name}.weight", TensorSpec("F8_E4M3", (out, width))
@@ -77,7 +76,7 @@ def _block(config: V41Config, prefix: str, experts: int) -> Named:
     yield from expert_linears(config, prefix, experts)
 
 
-def attention_block(config: V41Config | V4Config, prefix: str) -> Named:
+def attention_block(config: SharedKVConfig, prefix: str) -> Named:
     """A layer's norms, hyper-connections and attention without compressor and indexer."""
     width, copies = config.hidden_size, config.hc_mult
     mixes = (2 + copies) * copies
@@ -100,7 +99,7 @@ def attention_block(config: V41Config | V4Config, prefix: str) -> Named:
     yield from fp8_linear(config, attention + "wo_b", width, out)
 
 
-def expert_linears(config: V41Config | V4Config, prefix: str, experts: int) -> Named:
+def expert_linears(config: SharedKVConfig, prefix: str, experts: int) -> Named:
     """The linears of a layer's shared and routed experts."""
     width, inner = config.hidden_size, config.moe_intermediate_size
     shapes = (("w1", inner, width), ("w2", width, inner), ("w3", inner, width))

@@ -1,6 +1,6 @@
 """The tensors of an official DeepSeek-V4 checkpoint, from its config alone: names, stored dtypes, stored shapes.
 
-Source: the published DeepSeek-V4-Flash and DeepSeek-V4-Pro checkpoints.
+Source: the published DeepSeek-V4-Flash, DeepSeek-V4-Flash-0731 and DeepSeek-V4-Pro checkpoints.
 """
 
 from dsa_jax.config_v4 import V4Config
@@ -20,12 +20,32 @@ def official_tensors(config: V4Config) -> dict[str, TensorSpec]:
     for stage, role in enumerate(draft_plan(config)):
         prefix = f"mtp.{stage}."
         tensors.update(_layer(config, prefix, role))
-        for name in ("e_proj", "h_proj"):
-            tensors.update(fp8_linear(config, prefix + name, width, width))
-        for name in ("enorm", "hnorm", "norm"):
-            tensors[f"{prefix}{name}.weight"] = TensorSpec("BF16", (width,))
-        tensors.update(_stream_head(config, prefix))
+        tensors.update(_mtp(config, prefix) if config.dspark is None else _stage(config, prefix, stage))
     return tensors
+
+
+def _mtp(config: V4Config, prefix: str) -> Named:
+    """What an MTP layer has beside a layer's tensors."""
+    width = config.hidden_size
+    for name in ("e_proj", "h_proj"):
+        yield from fp8_linear(config, prefix + name, width, width)
+    for name in ("enorm", "hnorm", "norm"):
+        yield f"{prefix}{name}.weight", TensorSpec("BF16", (width,))
+    yield from _stream_head(config, prefix)
+
+
+def _stage(config: V4Config, prefix: str, stage: int) -> Named:
+    """What the first and the last DSpark stage have beside a layer's tensors."""
+    width, rank = config.hidden_size, config.dspark.markov_rank
+    if stage == 0:
+        yield from fp8_linear(config, prefix + "main_proj", width, len(config.dspark.target_layer_ids) * width)
+        yield f"{prefix}main_norm.weight", TensorSpec("BF16", (width,))
+    if stage == config.draft_layers - 1:
+        yield f"{prefix}norm.weight", TensorSpec("BF16", (width,))
+        for name in ("markov_w1", "markov_w2"):
+            yield f"{prefix}markov_head.{name}.weight", TensorSpec("BF16", (config.vocab_size, rank))
+        yield f"{prefix}confidence_head.proj.weight", TensorSpec("BF16", (1, width + rank))
+        yield from _stream_head(config, prefix)
 
 
 def _stream_head(config: V4Config, prefix: str) -> Named:
