@@ -8,6 +8,7 @@ from tiny_v32 import tiny_config, tiny_model
 
 from dsa_jax.cache.latent import PAGE_TOKENS
 from dsa_jax.decode import ImageSpan
+from dsa_jax.layers.latent_attention import LatentAttention
 from dsa_jax.sampling import Sampling
 
 ROWS = 32
@@ -21,13 +22,14 @@ def prompt(n: int, seed: int = 0) -> np.ndarray:
 def feed(lm, tokens: np.ndarray, splits: list[int], rows: int = ROWS) -> dict[str, np.ndarray]:
     """Logits and selected lists of every token, fed in chunks that end at `splits` and at the end."""
     cache = lm.new_cache(1, 128)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ["logits", *LISTS]}
+    lists = LISTS[: len(lm.plan)]
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ["logits", *lists]}
     for part in np.split(tokens, splits):
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(part)] = part
         logits, cache, taps = lm.forward(cache, padded, np.array([len(part)], np.int32))
         parts["logits"].append(np.asarray(logits)[0, : len(part)])
-        for name in LISTS:
+        for name in lists:
             parts[name].append(np.asarray(taps[name])[0, : len(part)])
     return {name: np.concatenate(values) for name, values in parts.items()} | {"cache": cache}
 
@@ -71,6 +73,18 @@ def test_ac_42_dense_and_sparse_meet_where_the_list_begins_to_cut():
     gap = np.abs(ours["logits"] - whole["logits"]).max(axis=1)
     assert gap[:6].max() <= tolerances.of("model.arrival.f32")
     assert gap[6:].min() > 100 * tolerances.of("model.arrival.f32")
+
+
+def test_ac_42_the_expanded_form_meets_the_absorbed_one_at_the_cut():
+    """Prefills of k-2 .. k+2 tokens at once, in the form that expands keys and values up to k tokens and in the absorbed one
+    beyond, against chunks too small to expand anything; then on from there, across the switch."""
+    lm, rows = tiny_model(config=tiny_config(num_hidden_layers=2, index_topk=90)), 96
+    assert ROWS < LatentAttention(lm.config, lm.plan[0].rope).rows_to_expand <= rows
+    tokens = prompt(3 * ROWS, seed=42)
+    small = feed(lm, tokens, [ROWS, 2 * ROWS])["logits"]
+    for n in range(88, 93):
+        ours = feed(lm, tokens, [n], rows)["logits"]
+        assert np.abs(ours - small).max() <= tolerances.of("model.arrival.f32"), f"{n} tokens, then the rest"
 
 
 def test_ac_42_beyond_the_cut_early_tokens_stay_in_reach():

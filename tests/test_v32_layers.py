@@ -302,8 +302,8 @@ def file_sizes():
     return config
 
 
-def mla_layer(golden) -> LatentAttention:
-    layer = LatentAttention(file_sizes(), latent_plan(mla_config())[0].rope)
+def mla_layer(golden, form: type = LatentAttention) -> LatentAttention:
+    layer = form(file_sizes(), latent_plan(mla_config())[0].rope)
     for name, value in golden.items():
         if not name.startswith("mla.w."):
             continue
@@ -319,11 +319,20 @@ def mla_layer(golden) -> LatentAttention:
     return layer
 
 
+class Expanding(LatentAttention):
+    """The expanded form over the same lists, as a mask over all of a request's 64 rows."""
+
+    def attend(self, q, rows, slots, numerics):
+        every = jnp.arange(128, dtype=jnp.int32).reshape(2, 64)
+        mask = (slots[..., None] == every[:, None, None]).any(-2)
+        return self.attend_expanded(q, rows.gather(every, numerics.dtype), mask, numerics)
+
+
 @functools.cache
-def mla_runner(mode: str):
+def mla_runner(mode: str, form: type = LatentAttention):
     """The file's layer, compiled for up to 45 rows of both requests: (x, count, cache, start) -> (y, cache, taps)."""
     numerics = MODULE_MODES[mode]
-    graphdef, state = nnx.split(mla_layer(both("mla")[mode]))
+    graphdef, state = nnx.split(mla_layer(both("mla")[mode], form))
     whole = new_latent_cache(mla_config(), numerics, 2, 64)
 
     @jax.jit
@@ -376,6 +385,37 @@ def test_latent_attention_in_prefill_and_decode(mode):
         check(out, golden[name + "_out"], mode, name + " output")
     ((_, _, out, _),), _ = run_mla(mode, [], 45)
     check(out, golden["prefill45_out"], mode, "one shot output")
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_expanded_attention_is_the_references_prefill(mode):
+    """The form that the reference takes in a prefill gives its outputs too; in bf16 it rounds where the reference does, so
+    it is nearer to it than the absorbed form."""
+    wanted, gaps = both("mla")[mode]["prefill45_out"], {}
+    for form in (LatentAttention, Expanding):
+        ((_, _, out, _),), _ = run_mla(mode, [], 45, functools.partial(mla_runner, form=form))
+        check(out, wanted, mode, f"one shot output of {form.__name__}")
+        gaps[form] = np.linalg.norm(out - wanted)
+    if mode == "bf16":
+        assert gaps[Expanding] < gaps[LatentAttention]
+
+
+def test_a_row_that_sees_nothing_gives_zeros_in_the_expanded_form():
+    layer = LatentAttention(mla_config(), latent_plan(mla_config())[0].rope)
+    layer.wkv_b.scale.set_value(jnp.full_like(layer.wkv_b.scale[...], 127))  # 2^0
+    layer.wkv_b.weight.set_value(jnp.ones_like(layer.wkv_b.weight[...]))
+    mask = jnp.zeros((1, 2, 4), bool).at[0, 1, 0].set(True)
+    out = np.asarray(layer.attend_expanded(jnp.ones((1, 2, 4, 64)), jnp.ones((1, 4, 160)), mask, F32))
+    assert not out[0, 0].any() and (out[0, 1] == 128).all()
+
+
+def test_where_the_expanded_form_pays():
+    """171 query rows at the released widths: 512 · 256 products a cached row against 768 a pair."""
+    released = tiny_config(
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, index_head_dim=128
+    )
+    rope = latent_plan(released)[0].rope
+    assert nnx.eval_shape(lambda: LatentAttention(released, rope)).rows_to_expand == 171
 
 
 @pytest.mark.parametrize("mode", ["f32", "bf16"])

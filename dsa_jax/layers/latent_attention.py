@@ -1,15 +1,19 @@
-"""Multi-head latent attention over selected tokens, in the latent space (spec deepseek-v32 section 3).
+"""Multi-head latent attention over selected tokens, in two forms of one mathematics (spec deepseek-v32 section 3).
 
-All heads share one key, [latent | rotated key], and one value, the latent; what a head makes of the latent is absorbed
-into its query and its output. DeepSeek's code expands keys and values per head in a prefill, which is the same
-mathematics rounded elsewhere. Here every step takes the latent form, so that a token's result does not depend on how it
-arrived.
+Absorbed: all heads share one key, [latent | rotated key], and one value, the latent; what a head makes of the latent is
+absorbed into its query and its output. Reads listed rows alone.
+Expanded: every head has keys and values of its own, made of all rows once, under a mask. Costs less a query row, and more
+for every cached row, so it pays where many query rows see the same rows, and where the selection takes all of them.
+
+DeepSeek's code expands in every prefill. The forms differ in roundings only.
 """
+
+import math
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from dsa_jax import ops
 from dsa_jax.cache.latent import LatentLayer
@@ -19,11 +23,12 @@ from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.rope import apply_rope, rope_angles
 from dsa_jax.layers.token_indexer import TokenIndexer
-from dsa_jax.numerics import Numerics
+from dsa_jax.numerics import Numerics, f32
 from dsa_jax.step import Step, flatten_rows
 from dsa_jax.tap import Tap
 
 LATENT_QUANTISER = "fp8_128"
+HEADS_AT_ONCE = 8  # of the expanded form, whose scores take heads · rows · cached rows
 
 
 class LatentAttention(nnx.Module):
@@ -42,11 +47,19 @@ class LatentAttention(nnx.Module):
         self.wkv_b = QuantizedLinear(self.heads * (self.nope + self.value), self.latent, block)
         self.wo = QuantizedLinear(width, self.heads * self.value, block)
         self.indexer = TokenIndexer(config)
+        # Products a head: the expanded form saves `saved` for each pair of a query row and a cached row, and spends
+        # `spent` on each cached row. 171 query rows at the released widths.
+        saved, spent = 2 * self.latent - self.nope - self.value, self.latent * (self.nope + self.value)
+        self.rows_to_expand = math.ceil(spent / saved) if saved > 0 else math.inf
 
     def __call__(
         self, x: Float[Array, "B S d"], step: Step, cache: LatentLayer, numerics: Numerics, tap: Tap | None = None
     ) -> tuple[Float[Array, "B S d"], LatentLayer]:
-        """The layer's output, and its cache with the rows of this step."""
+        """The layer's output, and its cache with the rows of this step.
+
+        The expanded form where a step brings `rows_to_expand` rows a request and no row sees more tokens than the
+        indexer selects, the absorbed form elsewhere.
+        """
         angles = rope_angles(self.rope_dim, self.rope, jnp.maximum(step.positions, 0))
         q_latent = self.q_norm(self.wq_a(x, numerics), numerics)
         q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], self.heads, self.nope + self.rope_dim)
@@ -71,7 +84,17 @@ class LatentAttention(nnx.Module):
             )
             tap("index_score", score)
             tap("selected", selected)
-        o = self.attend(q, cache.latent, self.slots(selected, step, cache), numerics)
+
+        def absorbed():
+            return self.attend(q, cache.latent, self.slots(selected, step, cache), numerics)
+
+        def expanded():
+            return self.attend_to_all(q, cache, step, numerics)
+
+        if x.shape[1] < self.rows_to_expand:
+            o = absorbed()
+        else:
+            o = lax.cond(jnp.max(step.end) <= self.indexer.k, expanded, absorbed)
         return self.wo(o.reshape(*x.shape[:-1], -1), numerics), cache
 
     def slots(self, positions: Array, step: Step, cache: LatentLayer) -> Array:
@@ -89,6 +112,48 @@ class LatentAttention(nnx.Module):
             q, (rows,), (slots,), scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
         )
         return per_head(o, wkv_b[:, self.nope :], 2, numerics)
+
+    def attend_to_all(
+        self, q: Float[Array, "B S H h"], cache: LatentLayer, step: Step, numerics: Numerics
+    ) -> Float[Array, "B S H v"]:
+        """Every row over all tokens that it sees, for steps that see no more than the indexer selects."""
+        held = min(self.indexer.k, step.block_table.shape[1] * cache.latent.page_size)
+        positions = jnp.arange(held, dtype=jnp.int32)
+        written = jnp.where(positions < step.end[:, None], positions, -1)
+        rows = cache.latent.gather(self.slots(written[:, None], step, cache)[:, 0], numerics.dtype)
+        return self.attend_expanded(q, rows, positions < step.visible(1)[..., None], numerics)
+
+    def attend_expanded(
+        self, q: Float[Array, "B S H h"], rows: Float[Array, "B T r"], mask: Bool[Array, "B S T"], numerics: Numerics
+    ) -> Float[Array, "B S H v"]:
+        """Softmax over the latent rows that `mask` shows, with keys and values of every head's own.
+
+        Float32 sums; scores, scaled scores, probabilities and outputs are each rounded. A row that sees none gives 0.
+        """
+        expanded = self.wkv_b(rows[..., : self.latent], numerics)
+        expanded = expanded.reshape(*rows.shape[:2], self.heads, self.nope + self.value)
+        shared = rows[..., self.latent :]
+
+        def head(operands):
+            q, expanded = operands  # [B, S, h], [B, T, nope + v]
+            key = jnp.concatenate([expanded[..., : self.nope], shared], axis=-1)
+            scores = numerics.round(product(q, key, 2))
+            scores = f32(numerics.round(f32(scores) * self.scale))
+            scores = jnp.where(mask, scores, -jnp.inf)
+            shift = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30)  # finite, where a row sees none
+            p = jnp.exp(scores - shift)
+            p = numerics.round(p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), 1e-30))
+            return numerics.round(product(p, expanded[..., self.nope :], 1))
+
+        heads = (jnp.moveaxis(q, 2, 0), jnp.moveaxis(expanded, 2, 0))
+        return jnp.moveaxis(lax.map(head, heads, batch_size=HEADS_AT_ONCE), 0, 2)
+
+
+def product(a: Float[Array, "B S i"], b: Float[Array, "B _ _"], axis: int) -> Float[Array, "B S o"]:
+    """a times each request's b, contracted over `axis` of b; float32."""
+    return lax.dot_general(
+        a, b, (((2,), (axis,)), ((0,), (0,))), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
 
 
 def per_head(x: Float[Array, "B S H i"], weight: Float[Array, "H _ _"], axis: int, numerics: Numerics) -> Array:
