@@ -90,34 +90,37 @@ def row_tile_views(ref):
     return (ref, ref) if is_interpreted() else tuple(ref)
 
 
-def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *, size: int, scale_layout):
-    """Starts copying 64 rows of 128 bytes, in blocks of `size` rows, into one tile, by all of a warpgroup (cp.async).
+def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, offset, *, size: int, word_layout):
+    """Starts copying 64 rows, in blocks of `size` rows, into one tile, by all of a warpgroup (cp.async).
 
-    tile_ref: [64, 128 bytes] of the TMA view of a `row_tile`; rows_ref: device memory [rows, 128 bytes]. Block i of the
-    tile starts at row ``places_ref[offset + i]`` (int32 in shared memory); rows before the first or behind the last are
-    taken as those. scale_ref
-    float32 [64] gets the scale of every row (None, as scales_ref: no scales). scale_layout: (rows a page, scales a
-    page, first scale of a page), of which row r has scale ``r // rows * scales + first + r % rows`` of scales_ref. The
-    copies of one call are one group of `wait_copies`.
+    tile_ref: [64, n] with rows of 128 bytes (the TMA view of a `row_tile`) or of 64 bytes (no transforms); values_ref:
+    device memory [rows, n]. Block i of the tile starts at row ``places_ref[offset + i]`` (int32 in shared memory); rows
+    before the first or behind the last are taken as those. words_ref, 4-byte values [64], gets the word of every row
+    (None, as source_words_ref: no words). word_layout: (rows a page, words a page, first word of a page), of which row r
+    has word ``r // rows * words + first + r % rows`` of source_words_ref. The copies of one call are one group of
+    `wait_copies`.
     """
-    scaled = scale_ref is not None
-    page_rows, page_scales, first = scale_layout
-    blocks, last = 64 // size, rows_ref.shape[0] - 1
+    worded = words_ref is not None
+    page_rows, page_words, first = word_layout
+    blocks, last = 64 // size, values_ref.shape[0] - 1
+    row_bytes = values_ref.shape[1] * jnp.dtype(values_ref.dtype).itemsize
+    if row_bytes not in (64, 128):
+        raise ValueError(f"rows of {row_bytes} bytes: tiles are gathered of rows of 64 or 128 bytes.")
 
-    def twin(tile_ref, rows_ref, places_ref, offset, *scales):
+    def twin(tile_ref, values_ref, places_ref, offset, *words):
         for i in range(blocks):
             place = places_ref[offset + i]
             for row in range(size):
                 source = jnp.clip(place + row, 0, last)
-                tile_ref[i * size + row] = rows_ref[source]
-                if scaled:
-                    at = source // page_rows * page_scales + first + source % page_rows
-                    scales[0][i * size + row] = scales[1][at]
+                tile_ref[i * size + row] = values_ref[source]
+                if worded:
+                    at = source // page_rows * page_words + first + source % page_rows
+                    words[0][i * size + row] = words[1][at]
 
-    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),)), plgpu.RefType(), plgpu.RefType())
+    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),) * (row_bytes == 128)), plgpu.RefType(), plgpu.RefType())
 
-    @lane_code(arg_types=(*refs, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * scaled)), twin=twin)
-    def gather(_, tile_ref, rows_ref, places_ref, offset, *scales):
+    @lane_code(arg_types=(*refs, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * worded)), twin=twin)
+    def gather(_, tile_ref, values_ref, places_ref, offset, *words):
         i32, i64, i8 = [ir.IntegerType.get_signless(n) for n in (32, 64, 8)]
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         wide = lambda value, scale: arith.muli(  # noqa: E731
@@ -133,36 +136,38 @@ def gather_tile(tile_ref, scale_ref, rows_ref, scales_ref, places_ref, offset, *
             source = arith.addi(found, arith.remui(row, constant(size)))
             return arith.minsi(arith.maxsi(source, constant(0)), constant(last))
 
-        # Eight threads copy a row, 16 bytes each; the bytes land where the 128-byte swizzle wants them.
-        part, group = arith.remui(thread, constant(8)), arith.divui(thread, constant(8))
-        swizzled = arith.muli(arith.xori(part, arith.remui(group, constant(8))), constant(16))
+        # Eight or four threads copy a row, 16 bytes each; rows of 128 bytes land where the 128-byte swizzle wants them.
+        parts = row_bytes // 16
+        part, group = arith.remui(thread, constant(parts)), arith.divui(thread, constant(parts))
+        within = arith.xori(part, arith.remui(group, constant(8))) if row_bytes == 128 else part
+        within = arith.muli(within, constant(16))
         to = utils.memref_ptr(tile_ref)
-        rows = [arith.addi(group, constant(16 * i)) for i in range(4)]
+        rows = [arith.addi(group, constant(128 // parts * i)) for i in range(parts // 2)]
         sources = [place(row) for row in rows]
-        if scaled:
-            scale_row = arith.remui(thread, constant(64))
-            source = place(scale_row)
+        if worded:
+            word_row = arith.remui(thread, constant(64))
+            source = place(word_row)
             page = arith.divui(source, constant(page_rows))
-            within = arith.addi(constant(first), arith.remui(source, constant(page_rows)))
-            scale = arith.addi(arith.muli(page, constant(page_scales)), within)
+            word = arith.addi(constant(first), arith.remui(source, constant(page_rows)))
+            word = arith.addi(arith.muli(page, constant(page_words)), word)
         for row, source in zip(rows, sources):
-            begin = arith.addi(wide(source, 128), arith.extui(i64, arith.muli(part, constant(16))))
+            begin = arith.addi(wide(source, row_bytes), arith.extui(i64, arith.muli(part, constant(16))))
             nvvm.cp_async_shared_global(
-                utils.getelementptr(to, [arith.addi(arith.muli(row, constant(128)), swizzled)], i8),
-                utils.getelementptr(global_pointer(rows_ref), [begin], i8),
+                utils.getelementptr(to, [arith.addi(arith.muli(row, constant(row_bytes)), within)], i8),
+                utils.getelementptr(global_pointer(values_ref), [begin], i8),
                 16,
                 nvvm.LoadCacheModifierKind.CG,
             )
-        if scaled:  # 64 of 128 threads would do; both halves write the same
+        if worded:  # 64 of 128 threads would do; both halves write the same
             nvvm.cp_async_shared_global(
-                utils.getelementptr(utils.memref_ptr(scales[0]), [scale_row], ir.F32Type.get()),
-                utils.getelementptr(global_pointer(scales[1]), [wide(scale, 4)], i8),
+                utils.getelementptr(utils.memref_ptr(words[0]), [word_row], i32),
+                utils.getelementptr(global_pointer(words[1]), [wide(word, 4)], i8),
                 4,
                 nvvm.LoadCacheModifierKind.CA,
             )
         nvvm.cp_async_commit_group()
 
-    gather(tile_ref, rows_ref, places_ref, offset, *([scale_ref, scales_ref] if scaled else []))
+    gather(tile_ref, values_ref, places_ref, offset, *([words_ref, source_words_ref] if worded else []))
 
 
 def fence_proxies():
@@ -187,6 +192,19 @@ def wait_copies(pending: int):
         nvvm.cp_async_wait_group(pending)
 
     wait()
+
+
+def accumulate(products, accs):
+    """Accumulators (float32, in the layout of a wgmma) and what ``products(*their references)`` adds to them by wgmma."""
+
+    def fresh(*refs):
+        products(*refs)
+        return [ref[...] for ref in refs]
+
+    if is_interpreted():  # where an accumulator starts at zero
+        added = pl.run_scoped(fresh, *[plgpu.ACC(acc.shape, acc.dtype) for acc in accs])
+        return [acc + more for acc, more in zip(accs, added)]
+    return list(pl.run_state(lambda refs: products(*refs))([plgpu.ACC.init(acc) for acc in accs]))
 
 
 def scalar(array):
