@@ -36,8 +36,8 @@ from pallas_kernels.records import (
 from pallas_kernels.select import Selection, select
 from pallas_kernels.slots import positions_to_slots
 from pallas_kernels.sparse_attention import sparse_attention
-from pallas_kernels.sparse_decode import combine, sparse_decode
-from pallas_kernels.top_k import candidate_blocks, merge_top_k, top_k
+from pallas_kernels.sparse_decode import DecodeSchedule, combine, make_decode_schedule, sparse_decode
+from pallas_kernels.top_k import candidate_blocks, merge_top_k, top_k, top_k_and_candidate_blocks
 
 __all__ = [
     "candidate_blocks",
@@ -45,6 +45,7 @@ __all__ = [
     "candidate_positions",
     "Candidates",
     "combine",
+    "DecodeSchedule",
     "dequantize_fp4",
     "dequantize_fp8",
     "dequantize_weight",
@@ -56,6 +57,7 @@ __all__ = [
     "indexer_logits",
     "IndexFP8",
     "IndexMXFP4",
+    "make_decode_schedule",
     "merge_top_k",
     "Model1",
     "paged_indexer_logits",
@@ -75,6 +77,7 @@ __all__ = [
     "sparse_attention",
     "sparse_decode",
     "top_k",
+    "top_k_and_candidate_blocks",
     "unpack_fp4",
     "V32",
     "V41MXFP8",
