@@ -1,16 +1,22 @@
-# make demo: a tiny random DeepSeek-V4.1 checkpoint is written, loaded and generates.   make test: every test.
+# make demo: a tiny random DeepSeek-V4.1 checkpoint is written, loaded and generates.   make test: what runs before
+# every commit.   make test-slow: the rest, which CI runs as well.
 CANDIDATES := python3.14 python3.13 python3.12 python3 $(wildcard $(HOME)/.pyenv/versions/*/bin/python3)
 WORKS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(WORKS)' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 
-.PHONY: demo test clean
+.PHONY: demo test test-slow clean
 
 demo: .venv/installed
 	$(BIN)/dsa-jax demo
 
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -x -n 2 --dist worksteal tests
+
 test: .venv/installed-test
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -x -n 2 --dist worksteal tests
+	$(PYTEST) -m "not slow"
+
+test-slow: .venv/installed-test
+	$(PYTEST) -m slow
 
 .venv/bin/python:
 	@if [ -z "$(PYTHON)" ]; then \
