@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import lzma
 import os
 from pathlib import Path
 
@@ -44,8 +45,9 @@ DTYPES = {
 
 
 def read_golden(name: str) -> dict[str, np.ndarray]:
-    """Tensors of a safetensors file below tests/golden ("v41/ops/gemm"), with their stored dtypes."""
-    data = (GOLDEN / f"{name}.safetensors").read_bytes()
+    """Tensors of a safetensors file below tests/golden ("v41/ops/gemm"), packed or not, with their stored dtypes."""
+    path = GOLDEN / f"{name}.safetensors"
+    data = path.read_bytes() if path.exists() else lzma.decompress(path.with_suffix(".safetensors.xz").read_bytes())
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     header.pop("__metadata__", None)

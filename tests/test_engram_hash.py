@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import read_golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from official_v41 import official_config
 from reference import engram as oracle
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
 from dsa_jax.config import V41Config, load_config
@@ -62,8 +62,8 @@ def folder(request):
 
 
 @pytest.fixture(scope="module")
-def golden(folder):
-    return load_file(folder / "ops/engram_hash.safetensors")
+def golden():
+    return read_golden("v41/ops/engram_hash")
 
 
 def test_published_primes(official):

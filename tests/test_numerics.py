@@ -56,7 +56,10 @@ def test_numerics_refuses_the_released_decode_loop(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("ops/gate_f32.safetensors", "not an end-to-end golden file"), ("checkpoint/config.json", "config.json")],
+    [
+        ("checkpoint/model-00001-of-00002.safetensors", "not an end-to-end golden file"),
+        ("checkpoint/config.json", "config.json"),
+    ],
 )
 def test_numerics_refuses_other_files(name, sentence, capsys):
     assert main(["numerics", str(CHECKPOINT), str(V41 / name)]) == 2

@@ -27,10 +27,18 @@ from dsa_jax.layers.hadamard import hadamard
 from dsa_jax.layers.latent_attention import LatentAttention
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import LayerNorm
-from dsa_jax.numerics import BF16, F32
+from dsa_jax.numerics import BF16, F32, matmul
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
-from pallas_kernels import V32, IndexFP8, PagedRows, paged_indexer_logits, quantize_fp8
+from pallas_kernels import (
+    V32,
+    IndexFP8,
+    PagedRows,
+    dequantize_fp8,
+    dequantize_weight,
+    paged_indexer_logits,
+    quantize_fp8,
+)
 
 FP8 = ml_dtypes.float8_e4m3fn
 MLA_STEPS = 9
@@ -64,6 +72,8 @@ def test_act_quant_in_groups_of_128(kind):
     values, scale = quantize_fp8(jnp.asarray(golden["x"]), 128, power_of_two=kind == "ue8m0")
     assert np.array_equal(np.asarray(scale), golden[f"fp8.block128.{kind}.scale"])
     assert np.array_equal(np.asarray(values).view(np.uint8), golden[f"fp8.block128.{kind}.q"])
+    dequantised = dequantize_fp8(values, scale, jnp.bfloat16).astype(jnp.float32)
+    assert np.array_equal(dequantised, golden[f"fp8.block128.{kind}.dequant"])
 
 
 def test_fp8_linear_with_float_scales_and_half_filled_tiles():
@@ -78,6 +88,16 @@ def test_fp8_linear_with_float_scales_and_half_filled_tiles():
     largest = np.abs(golden["ue8m0.y_fp32"]).max()
     ours = np.asarray(layer(x.astype(jnp.bfloat16).astype(jnp.float32), dataclasses.replace(F32, quantize=True)))
     assert np.abs(ours - golden["ue8m0.y_fp32"]).max() <= tolerances.of("ops.gemm.f32") * largest
+
+
+def test_products_with_scales_that_are_no_powers_of_two():
+    """The other branch of the reference's quantiser and product: no released config takes it, the operations carry it."""
+    golden = {name.removeprefix("fp32scale."): v for name, v in read_golden("v32/ops/gemm").items() if "fp32scale" in name}
+    x = dequantize_fp8(*quantize_fp8(jnp.asarray(golden["x"]), 128, power_of_two=False), jnp.float32)
+    weight = dequantize_weight(jnp.asarray(golden["w_fp8"].view(FP8)), jnp.asarray(golden["w_scale_inv"]), 128, jnp.float32)
+    y = matmul(x, weight)
+    assert np.abs(y - golden["y_fp32"]).max() <= tolerances.of("ops.gemm.f32") * np.abs(golden["y_fp32"]).max()
+    compare_ulp(y.astype(jnp.bfloat16), golden["y_bf16"])
 
 
 # ---------------------------------------------------------------- rotations

@@ -23,12 +23,13 @@ from dsa_jax.layer_plan_v4 import layer_plan
 from dsa_jax.layers import hash_moe, moe, rope
 from dsa_jax.layers.hadamard import hadamard
 from dsa_jax.layers.hybrid_attention import HybridAttention
-from dsa_jax.layers.hyper_connections import split_mixes
+from dsa_jax.layers.hyper_connections import collapse, expand, mixes, split_mixes
 from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
 from dsa_jax.layers.self_mixed import StreamHead
 from dsa_jax.numerics import BF16, F32, F32Q
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
+from pallas_kernels import dequantize_fp4, dequantize_fp8, quantize_fp8, quantize_mxfp4, sparse_attention
 
 
 @functools.cache
@@ -36,6 +37,46 @@ def both(name: str) -> dict[str, dict[str, np.ndarray]]:
     """The f32 file, and the bf16 file over it: tensors equal in both are in the f32 file only."""
     f32 = read_golden(f"v4/ops/{name}_f32")
     return {"f32": f32, "bf16": f32 | read_golden(f"v4/ops/{name}_bf16")}
+
+
+# ---------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("kind", ["ue8m0", "fp32scale"])
+@pytest.mark.parametrize("group", [64, 128])
+def test_fp8_quantiser(group, kind):
+    golden = read_golden("v4/ops/act_quant")
+    stored = {k.rpartition(".")[2]: v for k, v in golden.items() if k.startswith(f"fp8.block{group}.{kind}.")}
+    values, scales = quantize_fp8(jnp.asarray(golden["x"]), group, power_of_two=kind == "ue8m0")
+    assert np.array_equal(np.asarray(values).view(np.uint8), stored["q"]) and np.array_equal(scales, stored["scale"])
+    scales = jnp.asarray(stored.get("scale_e8m0", stored["scale"]))
+    assert np.array_equal(dequantize_fp8(values, scales, jnp.bfloat16).astype(jnp.float32), stored["dequant"])
+
+
+def test_fp4_quantiser():
+    golden = read_golden("v4/ops/act_quant")
+    packed, scales = quantize_mxfp4(jnp.asarray(golden["x"]))
+    assert np.array_equal(packed, golden["fp4.block32.e8m0.packed"])
+    assert np.array_equal(scales, golden["fp4.block32.e8m0.scale_raw"])
+    values = dequantize_fp4(packed, scales, jnp.bfloat16).astype(jnp.float32)
+    assert np.array_equal(values, golden["fp4.block32.e8m0.dequant"])
+
+
+@pytest.mark.parametrize("sink", ["sink", "sink_special"])
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_sparse_attention(mode, sink):
+    """Lists with single, interleaved, leading and trailing -1 and repeated rows; ordinary and extreme sinks."""
+    golden, dtype = read_golden("v4/ops/sparse_attn"), MODULE_MODES[mode].dtype
+    for b in range(2):
+        out, _ = sparse_attention(
+            jnp.asarray(golden["q"][b], dtype), jnp.asarray(golden["kv"][b], dtype), jnp.asarray(golden["topk_idxs"][b]),
+            sink=jnp.asarray(golden[sink]), scale=float(golden["scale"]),
+        )  # fmt: skip
+        wanted = golden[f"out_{'sink_special_' if sink == 'sink_special' else ''}{mode}"][b]
+        if mode == "f32":
+            compare(out, wanted, "ops.sparse_attn.f32")
+        else:
+            compare_ulp(out, wanted)
 
 
 # ---------------------------------------------------------------- linears
@@ -201,6 +242,24 @@ def test_split_mixes(name):
 
 
 @pytest.mark.parametrize("mode", ["f32", "bf16"])
+def test_mixes_collapse_and_expand(mode):
+    """A sub-layer reads by the mix that it makes itself."""
+    golden, numerics = both("modules")[mode], MODULE_MODES[mode]
+    stream = numerics.round(jnp.asarray(golden["hc.residual"]))
+    parts = [jnp.asarray(golden[f"hc.{part}"]) for part in ("fn", "scale", "base")]
+    mix, post, comb = mixes(stream, *parts, iterations=20, eps=1e-6, norm_eps=1e-6)
+    compare(post, golden["hc.post"], "model.hc")
+    compare(comb, golden["hc.comb"], "model.hc")
+    read = collapse(stream, mix, numerics)
+    written = expand(numerics.round(jnp.asarray(golden["hc.y"])), stream, post, comb, numerics)
+    for ours, name in ((read, "hc.hc_pre_out"), (written, "hc.hc_post_out")):
+        if mode == "f32":
+            compare(ours, golden[name], "model.modules")
+        else:
+            compare_ulp(ours, golden[name])
+
+
+@pytest.mark.parametrize("mode", ["f32", "bf16"])
 def test_head_mix(mode):
     golden, numerics = both("modules")[mode], MODULE_MODES[mode]
     copies, width = golden["hc.residual"].shape[-2:]
@@ -273,7 +332,7 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
     @jax.jit
     def run(xs, caches, start):
         rows = xs[0].shape[1]
-        step = Step.of(jnp.full((2,), start), jnp.full((2,), rows, jnp.int32), cache.block_table, rows)
+        step = Step.of(jnp.full((2,), start), jnp.full((2,), rows, jnp.int32), cache.block_table, rows, (config.sliding_window,) * 2)
         outs, after, taps = [], [], Tap()
         for role, (graphdef, state), x, own in zip(roles, layers, xs, caches, strict=True):
             out, own = nnx.merge(graphdef, state)(x, step, own, numerics, taps.within(f"{role.index}."))
@@ -290,18 +349,31 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
                 compare_caches(cache, role, own, golden, "prefill", PREFILL, mode)
     for role, own in zip(roles, caches, strict=True):
         compare_caches(cache, role, own, golden, "end", PREFILL + STEPS, mode)
+    xs = [numerics.round(jnp.asarray(golden[f"layer{role.index}.x"])) for role in roles]
+    outs, _, taps = run(xs, [cache.layers[role.index] for role in roles], jnp.int32(0))
+    for role, out in zip(roles, outs, strict=True):
+        sure = sure_rows(config, role, taps, PREFILL + STEPS)
+        wanted = golden[f"layer{role.index}.prefill{PREFILL + STEPS}_out"]
+        check(np.asarray(out, np.float32)[sure], wanted[sure], mode, f"layer{role.index} one shot output")
+
+
+def sure_rows(config, role, taps, last) -> np.ndarray:
+    """The rows whose selection is no tie, bool [B, S]."""
+    if role.mode != "indexed":
+        return slice(None)
+    score = np.asarray(taps[f"{role.index}.index_score"])[:, :, : last // role.ratio]
+    return np.stack([margin(r, config.index_topk) for r in score]) > TIE
 
 
 def compare_layer(config, role, golden, name, last, out, taps, mode) -> None:
     label, columns = f"layer{role.index}", last // role.ratio if role.ratio else 0
-    sure = np.ones(out.shape[:2], bool)
+    sure = sure_rows(config, role, taps, last)
     if role.mode == "indexed":
         score = np.asarray(taps[f"{role.index}.index_score"])[:, :, :columns]
         check(score, golden[f"{label}.{name}.index_score"], mode, f"{label} {name} scores")
         if f"{label}.{name}.index_weights" in golden:
             weights = np.asarray(taps[f"{role.index}.index_weights"], np.float32)
             check(weights, golden[f"{label}.{name}.index_weights"], mode, f"{label} {name} weights")
-        sure = np.stack([margin(r, config.index_topk) for r in score]) > TIE
         if f"{label}.{name}.attn_topk_idxs" in golden:
             listed = golden[f"{label}.{name}.attn_topk_idxs"][:, :, config.sliding_window :]
             offset = PREFILL if name == "prefill" else config.sliding_window
