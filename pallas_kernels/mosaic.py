@@ -12,9 +12,11 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax._src import config as jax_config
 from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
@@ -90,11 +92,39 @@ def row_tile_views(ref):
     return (ref, ref) if is_interpreted() else tuple(ref)
 
 
-def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, offset, *, size: int, word_layout):
+PLACES = 32  # places that `load_places` holds
+_EACH_WARP = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+
+
+def load_places(places_ref, at):
+    """``places_ref[at : at + 32]`` (int32 in device memory) in every warp of a warpgroup, for `gather_tile`."""
+
+    def twin(places_ref, at):
+        return jnp.tile(places_ref[pl.ds(at, PLACES)], 4)
+
+    @lane_code(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_EACH_WARP),
+        twin=twin,
+    )
+    def load(_, places_ref, at):
+        i32 = ir.IntegerType.get_signless(32)
+        lane = arith.remui(utils.thread_idx(), arith.constant(i32, ir.IntegerAttr.get(i32, PLACES)))
+        at = arith.addi(scalar(at), lane)
+        found = llvm.load(i32, utils.getelementptr(global_pointer(places_ref), [at], i32))
+        register = vector.from_elements(ir.VectorType.get((1,), i32), [found])
+        layout = _EACH_WARP.to_mgpu()
+        registers = np.array([register], dtype=object).reshape(layout.registers_shape((128,)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    return load(places_ref, at)
+
+
+def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places, offset, *, size: int, word_layout):
     """Starts copying 64 rows, in blocks of `size` rows, into one tile, by all of a warpgroup (cp.async).
 
     tile_ref: [64, n] with rows of 128 bytes (the TMA view of a `row_tile`) or of 64 bytes (no transforms); values_ref:
-    device memory [rows, n]. Block i of the tile starts at row ``places_ref[offset + i]`` (int32 in shared memory); rows
+    device memory [rows, n]. Block i of the tile starts at row ``offset + i`` of `places`, an array of `load_places`; rows
     before the first or behind the last are taken as those. words_ref, 4-byte values [64], gets the word of every row
     (None, as source_words_ref: no words). word_layout: (rows a page, words a page, first word of a page), of which row r
     has word ``r // rows * words + first + r % rows`` of source_words_ref. The copies of one call are one group of
@@ -107,9 +137,9 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, o
     if row_bytes not in (64, 128):
         raise ValueError(f"rows of {row_bytes} bytes: tiles are gathered of rows of 64 or 128 bytes.")
 
-    def twin(tile_ref, values_ref, places_ref, offset, *words):
+    def twin(tile_ref, values_ref, places, offset, *words):
         for i in range(blocks):
-            place = places_ref[offset + i]
+            place = places[offset + i]
             for row in range(size):
                 source = jnp.clip(place + row, 0, last)
                 tile_ref[i * size + row] = values_ref[source]
@@ -117,10 +147,11 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, o
                     at = source // page_rows * page_words + first + source % page_rows
                     words[0][i * size + row] = words[1][at]
 
-    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),) * (row_bytes == 128)), plgpu.RefType(), plgpu.RefType())
+    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),) * (row_bytes == 128)), plgpu.RefType())
+    types = (*refs, _EACH_WARP, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * worded))
 
-    @lane_code(arg_types=(*refs, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * worded)), twin=twin)
-    def gather(_, tile_ref, values_ref, places_ref, offset, *words):
+    @lane_code(arg_types=types, twin=twin)
+    def gather(_, tile_ref, values_ref, places, offset, *words):
         i32, i64, i8 = [ir.IntegerType.get_signless(n) for n in (32, 64, 8)]
         constant = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))  # noqa: E731
         wide = lambda value, scale: arith.muli(  # noqa: E731
@@ -128,11 +159,12 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, o
         )
         thread = arith.remui(utils.thread_idx(), constant(128))
         offset = scalar(offset)
-        places = utils.getelementptr(utils.memref_ptr(places_ref), [offset], i32)
+        (places,) = places.registers.flat
+        places = vector.extract(places, [], ir.DenseI64ArrayAttr.get([0]))
 
         def place(row):
-            block = arith.divui(row, constant(size))
-            found = llvm.load(i32, utils.getelementptr(places, [block], i32))
+            block = arith.addi(offset, arith.divui(row, constant(size)))
+            found = nvvm.shfl_sync(constant(0xFFFFFFFF - 2**32), places, block, constant(31), nvvm.ShflKind.idx)
             source = arith.addi(found, arith.remui(row, constant(size)))
             return arith.minsi(arith.maxsi(source, constant(0)), constant(last))
 
@@ -167,7 +199,7 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places_ref, o
             )
         nvvm.cp_async_commit_group()
 
-    gather(tile_ref, values_ref, places_ref, offset, *([words_ref, source_words_ref] if worded else []))
+    gather(tile_ref, values_ref, places, offset, *([words_ref, source_words_ref] if worded else []))
 
 
 def fence_proxies():

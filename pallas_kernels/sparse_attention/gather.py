@@ -1,0 +1,228 @@
+"""The part of the Hopper sparse attention kernels that is written lane by lane: gathering listed rows into tiles.
+
+A warpgroup copies 64 rows to shared memory with cp.async, eight threads a row and 16 bytes a thread. Thread `t` looks up
+row ``16 * (t // 32) + t % 16`` of a tile, one tile ahead, and the threads of a warp hand each other what they found.
+Whoever waits for a tile waits on a barrier on which the copies themselves arrive, so that the copying threads go on to
+the next tile at once. Every piece has a twin in plain Pallas for the interpreter.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_kernels import mosaic
+
+ROWS = 64  # rows of a tile
+TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_PLACES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+class CopyBarriers:
+    """`count` barriers that complete when the copies of all threads of a warpgroup have landed.
+
+    ref: shared memory of at least `count` * 8 bytes for them, or `count` Pallas barriers where a kernel is interpreted.
+    """
+
+    def __init__(self, ref, count: int):
+        self.ref, self.count = ref, count
+
+    def initialise(self):
+        """By one warpgroup, before a barrier that all pass."""
+        if mosaic.is_interpreted():
+            return
+
+        @mosaic.lane_code(arg_types=(plgpu.RefType(),), twin=None)
+        def initialise(_, words):
+            text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], 128; }"
+            for i in range(self.count):
+                thread = arith.remui(utils.thread_idx(), _i32(128))
+                _asm(text, "r,r", [_address(words, _i32(2 * i), 4), thread])
+
+        initialise(self.ref)
+
+    def arrive(self, slot):
+        """By all threads of a warpgroup: arrives for each once its copies so far have landed."""
+
+        @mosaic.lane_code(
+            arg_types=(plgpu.RefType(), _SCALAR), twin=lambda ref, slot: plgpu.barrier_arrive(ref.at[slot])
+        )
+        def arrive(_, words, slot):
+            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
+            _asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", [at])
+
+        arrive(self.ref, slot)
+
+    def wait(self, slot, phase):
+        """Until the completion number `phase` (counted from 0; its parity counts) of barrier `slot`."""
+
+        @mosaic.lane_code(
+            arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), twin=lambda ref, slot, _: plgpu.barrier_wait(ref.at[slot])
+        )
+        def wait(_, words, slot, phase):
+            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
+            text = (
+                "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra done; bra again; "
+                "done: }"
+            )
+            _asm(text, "r,r,~{memory}", [at, arith.andi(mosaic.scalar(phase), _i32(1))])
+
+        wait(self.ref, slot, phase)
+
+
+def look_up(list_refs, limits, which, base, count):
+    """Where the rows of a tile lie, for `gather`: int32 [128], element `t` for thread `t`; -1 for none.
+
+    which: 0 for the rows ``base + r`` themselves, else ``list_refs[which - 1][base + r]`` (flat lists in device memory),
+    where a value below 0 or at least ``limits[which - 1]`` is none. Rows from `count` on are none.
+    """
+    lists = len(list_refs)
+
+    def twin(which, base, count, *refs):
+        row = _row(jnp.arange(128, dtype=jnp.int32))
+        inside = row < count
+        at = jnp.where(inside, base + row, 0)
+        found = jnp.where(inside, base + row, -1)
+        for i, ref in enumerate(refs):
+            # The interpreter takes no arrays of indices: a tile is read in one piece, from where it is inside.
+            start = jnp.clip(base, 0, max(ref.shape[0] - ROWS, 0))
+            piece = ref[_window(start, ref.shape[0])]
+            listed = piece[jnp.clip(at - start, 0, piece.shape[0] - 1)]
+            valid = inside & (listed >= 0) & (listed < limits[i])
+            found = jnp.where(which == i + 1, jnp.where(valid, listed, -1), found)
+        return found
+
+    @mosaic.lane_code(
+        arg_types=(_SCALAR, _SCALAR, _SCALAR, *[plgpu.RefType()] * lists),
+        return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_PLACES),
+        twin=twin,
+    )
+    def load(_, which, base, count, *refs):
+        i32 = ir.IntegerType.get_signless(32)
+        which, base, count = (mosaic.scalar(value) for value in (which, base, count))
+        row = _row(arith.remui(utils.thread_idx(), _i32(128)), arith)
+        inside = _less(row, count)
+        own = arith.addi(base, row)
+        at = arith.select(inside, own, _i32(0))
+        pointer, limit = mosaic.global_pointer(refs[0]), _i32(limits[0])
+        if lists == 2:
+            second = _equal(which, 2)
+            pointer = arith.select(second, mosaic.global_pointer(refs[1]), pointer)
+            limit = arith.select(second, _i32(limits[1]), limit)
+        plain = _equal(which, 0)
+        listed = llvm.load(i32, utils.getelementptr(pointer, [arith.select(plain, _i32(0), at)], i32))
+        valid = arith.cmpi(arith.CmpIPredicate.ult, listed, limit)  # as unsigned, what is negative is large
+        value = arith.select(plain, own, arith.select(valid, listed, _i32(-1)))
+        value = arith.select(inside, value, _i32(-1))
+        return mgpu.FragmentedArray(
+            _registers=np.array([vector.from_elements(ir.VectorType.get((1,), i32), [value])], dtype=object),
+            _layout=_PLACES.to_mgpu(),
+            _is_signed=True,
+        )
+
+    return load(which, base, count, *list_refs)
+
+
+def gather(tile_ref, bias_ref, source_refs, which, places, *, width: int):
+    """Starts copying the rows at `places` (of `look_up`) of ``source_refs[which]`` to a tile, by a warpgroup.
+
+    tile_ref: bf16 [64, >= width] with the transforms TILE. source_refs: device memory [rows, width] of bf16. A row that
+    is none is filled with zeros. bias_ref: float32 [64], gets 0 where there is a row, and -inf where there is none.
+    """
+    columns = width // 64
+    stride = tile_ref.shape[-1] // 64 * 1024  # bytes from eight rows of the tile to the next eight
+
+    def twin(tile_ref, bias_ref, which, places, *refs):
+        for row in range(ROWS):
+            place = places[32 * (row // 16) + row % 16]
+            found = jnp.zeros((width,), jnp.bfloat16)
+            for i, ref in enumerate(refs):
+                found = jnp.where(which == i, ref[jnp.clip(place, 0, ref.shape[0] - 1)], found)
+            tile_ref[row, pl_ds(width)] = jnp.where(place >= 0, found, 0)
+        bias_ref[...] = jnp.where(places.reshape(4, 32)[:, :16].reshape(ROWS) >= 0, 0.0, -jnp.inf)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(TILE), plgpu.RefType(), _SCALAR, _PLACES, *[plgpu.RefType()] * len(source_refs)),
+        twin=twin,
+    )
+    def copy(_, tile_ref, bias_ref, which, places, *refs):
+        i64 = ir.IntegerType.get_signless(64)
+        f32 = ir.F32Type.get()
+        which = mosaic.scalar(which)
+        source = mosaic.global_pointer(refs[0])
+        for i, ref in enumerate(refs[1:], 1):
+            source = arith.select(_equal(which, i), mosaic.global_pointer(ref), source)
+        source = llvm.ptrtoint(i64, source)
+        place = vector.extract(places.registers.flat[0], [], ir.DenseI64ArrayAttr.get([0]))
+        thread = arith.remui(utils.thread_idx(), _i32(128))
+        first = arith.muli(arith.divui(thread, _i32(32)), _i32(16))  # row of the tile of this warp
+        lane = arith.remui(thread, _i32(32))
+        part, group = arith.remui(lane, _i32(8)), arith.divui(lane, _i32(8))
+        bias = arith.select(
+            arith.cmpi(arith.CmpIPredicate.slt, place, _i32(0)), utils.c(float("-inf"), f32), utils.c(0.0, f32)
+        )
+        bias_row = arith.addi(first, arith.remui(lane, _i32(16)))
+        llvm.store(bias, utils.getelementptr(utils.memref_ptr(bias_ref), [bias_row], f32))
+        to = arith.addi(_address(tile_ref, _i32(0), 1), arith.muli(arith.divui(first, _i32(8)), _i32(stride)))
+        from_part = arith.addi(source, arith.extui(i64, arith.muli(part, _i32(16))))
+        policy = _asm("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", [], i64)
+        lines = "".join(
+            f"cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0+{1024 * b}], [$1+{128 * b}], 16, $2, $3;\n"
+            for b in range(columns)
+        )
+        for i in range(4):
+            row = arith.addi(group, _i32(4 * i))  # within the warp's 16
+            found = nvvm.shfl_sync(_i32(-1), place, row, _i32(31), nvvm.ShflKind.idx)
+            there = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
+            size = arith.select(there, _i32(16), _i32(0))
+            begin = arith.muli(arith.extui(i64, arith.maxsi(found, _i32(0))), utils.c(2 * width, i64))
+            within = arith.remui(row, _i32(8))
+            offset = arith.addi(arith.muli(within, _i32(128)), arith.muli(arith.xori(part, within), _i32(16)))
+            offset = arith.addi(offset, _i32(i // 2 * stride))
+            _asm(lines, "r,l,r,l,~{memory}", [arith.addi(to, offset), arith.addi(from_part, begin), size, policy])
+
+    copy(tile_ref, bias_ref, which, places, *source_refs)
+
+
+def pl_ds(size):
+    return slice(0, size)
+
+
+def _window(start, length):
+    return jax.experimental.pallas.ds(start, min(ROWS, length))
+
+
+def _row(thread, ops=None):
+    """The row of a tile that a thread looks up."""
+    if ops is None:
+        return 16 * (thread // 32) + thread % 16
+    return arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.remui(thread, _i32(16)))
+
+
+def _i32(value):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _less(a, b):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def _equal(a, value):
+    return arith.cmpi(arith.CmpIPredicate.eq, a, _i32(value))
+
+
+def _address(ref, offset, scale):
+    """32-bit address in shared memory of element `offset`, of `scale` bytes, behind the start of `ref`."""
+    i32 = ir.IntegerType.get_signless(32)
+    start = llvm.ptrtoint(i32, utils.memref_ptr(ref))
+    return arith.addi(start, arith.muli(offset, _i32(scale)))
+
+
+def _asm(text, constraints, operands, result=None):
+    return llvm.inline_asm(result or ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)
