@@ -55,7 +55,7 @@ class Inspection:
             f"{self.directory}: {self.inventory.name}, {len(self.plan)} layers, {len(self.draft)} draft stages",
             "",
             "Layer plan",
-            *_table(("", *self.inventory.columns), self._plan_rows()),
+            *plan_table(self.config),
             "",
             f"Files: {self.counts}; {self.found_bytes:,} of {self.total_bytes:,} bytes",
             *_short(self.problems),
@@ -73,11 +73,6 @@ class Inspection:
             "caches on each; weights as stored",
             *_table(("devices", "weights", "caches", "together"), self._device_rows()),
         ]
-
-    def _plan_rows(self) -> list[tuple[str, ...]]:
-        titles = [f"layer {role.index}" for role in self.plan] + [f"mtp.{stage}" for stage in range(len(self.draft))]
-        roles = (*self.plan, *self.draft)
-        return [(title, *self.inventory.row(self.config, role)) for title, role in zip(titles, roles, strict=True)]
 
     def _device_rows(self) -> list[tuple[str, ...]]:
         caches = self.cache.total
@@ -110,6 +105,15 @@ class Inspection:
                 for devices, weights in self.weights_per_device.items()
             },
         }
+
+
+def plan_table(config: Any) -> list[str]:
+    """What each layer and each draft stage of a model of this config is, as lines of a table."""
+    inventory = inventory_of(config)
+    plan, stages = inventory.plan(config), inventory.draft(config)
+    titles = [f"layer {role.index}" for role in plan] + [f"mtp.{stage}" for stage in range(len(stages))]
+    rows = [(title, *inventory.row(config, role)) for title, role in zip(titles, (*plan, *stages), strict=True)]
+    return _table(("", *inventory.columns), rows)
 
 
 def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 1) -> Inspection:
