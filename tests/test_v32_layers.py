@@ -425,8 +425,10 @@ def test_a_row_that_sees_nothing_gives_zeros_in_the_expanded_form():
     layer.wkv_b.scale.set_value(jnp.full_like(layer.wkv_b.scale[...], 127))  # 2^0
     layer.wkv_b.weight.set_value(jnp.ones_like(layer.wkv_b.weight[...]))
     mask = jnp.zeros((1, 2, 4), bool).at[0, 1, 0].set(True)
-    out = np.asarray(layer.attend_expanded(jnp.ones((1, 2, 4, 64)), jnp.ones((1, 4, 160)), mask, F32))
+    out, lse = layer.attend_expanded(jnp.ones((1, 2, 4, 64)), jnp.ones((1, 4, 160)), mask, F32)
+    out, lse = np.asarray(out), np.asarray(lse)
     assert not out[0, 0].any() and (out[0, 1] == 128).all()
+    assert np.isneginf(lse[0, 0]).all() and np.isfinite(lse[0, 1]).all()
 
 
 def test_where_the_expanded_form_pays():

@@ -53,14 +53,18 @@ def random_leaf(name: str, shape: tuple[int, ...], dtype, seed: int) -> np.ndarr
     return (values / shape[-1] ** 0.5).astype(dtype)
 
 
-@functools.cache
-def tiny_model(mode: str = "f32", seed: int = 0, config: V32Config | None = None) -> LanguageModel:
-    """The model of `config` (default: tiny_config()) in numerics mode `mode`."""
-    config = tiny_config() if config is None else config
+def tiny_module(config: V32Config, seed: int = 0) -> DeepseekV32:
+    """The module of `config` with random weights."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: DeepseekV32(config)))
     leaves, structure = jax.tree.flatten(state)
     arrays = [
         jnp.asarray(random_leaf(name, leaf.shape, np.dtype(leaf.dtype), seed))
         for name, leaf in zip(parameter_names(state), leaves, strict=True)
     ]
-    return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), numerics(mode))
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, arrays))
+
+
+@functools.cache
+def tiny_model(mode: str = "f32", seed: int = 0, config: V32Config | None = None) -> LanguageModel:
+    """The model of `config` (default: tiny_config()) in numerics mode `mode`."""
+    return LanguageModel(tiny_module(tiny_config() if config is None else config, seed), numerics(mode))

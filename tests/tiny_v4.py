@@ -59,14 +59,18 @@ def _leaf(name: str, shape: tuple[int, ...], dtype, seed: int) -> np.ndarray:
     return values * np.float32(shape[-1] ** 0.5) if kind == "ape" else values
 
 
-@functools.cache
-def tiny_model(mode: str = "f32", seed: int = 0, config: V4Config | None = None) -> LanguageModel:
-    """The model of `config` (default: tiny_config()) in numerics mode `mode`."""
-    config = tiny_config() if config is None else config
+def tiny_module(config: V4Config, seed: int = 0) -> DeepseekV4:
+    """The module of `config` with random weights."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: DeepseekV4(config)))
     leaves, structure = jax.tree.flatten(state)
     arrays = [
         jnp.asarray(_leaf(name, leaf.shape, np.dtype(leaf.dtype), seed))
         for name, leaf in zip(parameter_names(state), leaves, strict=True)
     ]
-    return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), numerics(mode))
+    return nnx.merge(graphdef, jax.tree.unflatten(structure, arrays))
+
+
+@functools.cache
+def tiny_model(mode: str = "f32", seed: int = 0, config: V4Config | None = None) -> LanguageModel:
+    """The model of `config` (default: tiny_config()) in numerics mode `mode`."""
+    return LanguageModel(tiny_module(tiny_config() if config is None else config, seed), numerics(mode))

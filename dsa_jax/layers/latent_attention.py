@@ -92,9 +92,11 @@ class LatentAttention(nnx.Module):
             return self.attend_to_all(q, cache, step, numerics)
 
         if x.shape[1] < self.rows_to_expand:
-            o = absorbed()
+            o, lse = absorbed()
         else:
-            o = lax.cond(jnp.max(step.end) <= self.indexer.k, expanded, absorbed)
+            o, lse = lax.cond(jnp.max(step.end) <= self.indexer.k, expanded, absorbed)
+        if tap is not None:
+            tap("selected_lse", lse)
         return self.wo(o.reshape(*x.shape[:-1], -1), numerics), cache
 
     def slots(self, positions: Array, step: Step, cache: LatentLayer) -> Array:
@@ -103,19 +105,20 @@ class LatentAttention(nnx.Module):
 
     def attend(
         self, q: Float[Array, "B S H h"], rows: ops.PagedRows, slots: Array, numerics: Numerics
-    ) -> Float[Array, "B S H v"]:
-        """Softmax over the listed latent rows, per head in and out of the latent space. Every product is rounded."""
+    ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
+        """Softmax over the listed latent rows, per head in and out of the latent space, and its log-sum-exp. Every product
+        is rounded."""
         wkv_b = self.wkv_b.dequantized(numerics).reshape(self.heads, self.nope + self.value, self.latent)
         absorbed = per_head(q[..., : self.nope], wkv_b[:, : self.nope], 1, numerics)
         q = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)
-        o, _ = ops.sparse_decode(
+        o, lse = ops.sparse_decode(
             q, (rows,), (slots,), scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
         )
-        return per_head(o, wkv_b[:, self.nope :], 2, numerics)
+        return per_head(o, wkv_b[:, self.nope :], 2, numerics), lse
 
     def attend_to_all(
         self, q: Float[Array, "B S H h"], cache: LatentLayer, step: Step, numerics: Numerics
-    ) -> Float[Array, "B S H v"]:
+    ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
         """Every row over all tokens that it sees, for steps that see no more than the indexer selects."""
         held = min(self.indexer.k, step.block_table.shape[1] * cache.latent.page_size)
         positions = jnp.arange(held, dtype=jnp.int32)
@@ -125,10 +128,11 @@ class LatentAttention(nnx.Module):
 
     def attend_expanded(
         self, q: Float[Array, "B S H h"], rows: Float[Array, "B T r"], mask: Bool[Array, "B S T"], numerics: Numerics
-    ) -> Float[Array, "B S H v"]:
-        """Softmax over the latent rows that `mask` shows, with keys and values of every head's own.
+    ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
+        """Softmax over the latent rows that `mask` shows, with keys and values of every head's own, and its log-sum-exp.
 
-        Float32 sums; scores, scaled scores, probabilities and outputs are each rounded. A row that sees none gives 0.
+        Float32 sums; scores, scaled scores, probabilities and outputs are each rounded. A row that sees none gives 0 and
+        -inf.
         """
         expanded = self.wkv_b(rows[..., : self.latent], numerics)
         expanded = expanded.reshape(*rows.shape[:2], self.heads, self.nope + self.value)
@@ -142,11 +146,13 @@ class LatentAttention(nnx.Module):
             scores = jnp.where(mask, scores, -jnp.inf)
             shift = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e30)  # finite, where a row sees none
             p = jnp.exp(scores - shift)
-            p = numerics.round(p / jnp.maximum(jnp.sum(p, axis=-1, keepdims=True), 1e-30))
-            return numerics.round(product(p, expanded[..., self.nope :], 1))
+            total = jnp.sum(p, axis=-1, keepdims=True)
+            p = numerics.round(p / jnp.maximum(total, 1e-30))
+            return numerics.round(product(p, expanded[..., self.nope :], 1)), (shift + jnp.log(total))[..., 0]
 
         heads = (jnp.moveaxis(q, 2, 0), jnp.moveaxis(expanded, 2, 0))
-        return jnp.moveaxis(lax.map(head, heads, batch_size=HEADS_AT_ONCE), 0, 2)
+        out, lse = lax.map(head, heads, batch_size=HEADS_AT_ONCE)
+        return jnp.moveaxis(out, 0, 2), jnp.moveaxis(lse, 0, 2)
 
 
 def product(a: Float[Array, "B S i"], b: Float[Array, "B _ _"], axis: int) -> Float[Array, "B S o"]:
