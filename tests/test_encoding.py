@@ -10,10 +10,14 @@ Sources of the other cases stand above them.
 
 import copy
 import json
+import re
+import shutil
 
 import pytest
 from conftest import GOLDEN
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
+from dsa_jax.cli import _encode_chat
 from dsa_jax.encoding import encode_messages, parse_message
 
 BOS, EOS, USER, ASSISTANT, SYSTEM = (
@@ -483,6 +487,46 @@ def test_ac_66_special_token_ids_are_the_recorded_ones():
     assert special_ids(encode_messages("deepseek_v41", messages, **options)) == (
         [0, 128799, 128828, 128803, 128804, 128822, 1, 128803, 128804, 128822, 128829, 1]
     )
+
+
+# V4's tokenizer has the same ids for these (public checks of DeepSeek-V4-Flash's tokenizer.json list the last five).
+def test_ac_66_special_token_ids_of_v4():
+    messages = [user("q1"), assistant("a1", "r1", [("c1", "f", "{}")]), result("x", "c1"), user("q2")]
+    tools = [tool("f", "F", {}, [])]
+    ids = special_ids(encode_messages("deepseek_v4", messages, thinking=True, tools=tools))
+    head, calls = ids[: ids.index(128803)], ids[ids.index(128804) :]
+    assert head[0] == 0 and set(head[1:]) == {128821, 128822, 128825}, "the tools' description shows markup and thinking"
+    assert calls[:2] == [128804, 128821] and calls[2] == 128822 and calls.count(128825) == 4 and calls[-2:] == [128804, 128821]
+
+
+def byte_tokenizer(path):
+    """A tokenizer of single bytes, byte b being 3 + b, that has the special tokens at their recorded ids."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    vocab = {chr(b): 3 + b for b in printable} | {chr(256 + i): 3 + b for i, b in enumerate(others)} | SPECIAL_IDS
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    tokenizer.add_special_tokens(list(SPECIAL_IDS))
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize("family", ["v4", "v41", "v32"])
+def test_ac_66_a_chat_reaches_the_model_as_the_text_s_own_tokens(family, tmp_path):
+    """One special token is one id, everything else its bytes; a tokenizer that adds a token of its own in front is kept
+    from it. (The official tokenizers are not at hand, so ordinary text is compared as bytes.)"""
+    shutil.copy(GOLDEN / family / "checkpoint" / "config.json", tmp_path)
+    byte_tokenizer(tmp_path / "tokenizer.json")
+    message = "Grüße\n  <b>你好</b> <think"
+    text = encode_messages("deepseek_" + family, [user(message)], thinking=True)
+    pieces = re.split("(" + "|".join(map(re.escape, SPECIAL_IDS)) + ")", text)
+    expected = [i for p in pieces for i in ([SPECIAL_IDS[p]] if p in SPECIAL_IDS else [3 + b for b in p.encode()])]
+    ids = _encode_chat(tmp_path, message, thinking=True)
+    assert ids == expected and ids.count(0) == 1 and ids[0] == 0
+    assert ids[-2:] == [128804, 128821] and Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode(
+        ids, skip_special_tokens=False
+    ) == text
 
 
 # A later encoding/test_encoding.py of DeepSeek-V4.1-Flash (revision dba1be0a): tools in namespaces.
