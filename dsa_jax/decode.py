@@ -1,6 +1,7 @@
 """From prompts to tokens: a jitted prefill in chunks, and a jitted decode loop of many steps a call."""
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,21 +9,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops
+from dsa_jax.burst import decode_burst, prefill_chunk
+from dsa_jax.cache.requests import capacity
+from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.engine import Engine
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, chunk_of_budget
+from dsa_jax.engine.programs import Programs
 from dsa_jax.families import family_of
 from dsa_jax.layers.draft import Draft
 from dsa_jax.models.deepseek_v41 import ImageRows
 from dsa_jax.numerics import Numerics
-from dsa_jax.sampling import Sampling, sample
+from dsa_jax.sampling import Sampling
 from dsa_jax.tap import Tap
 
 SMALLEST_CHUNK = 16
 LARGEST_CHUNK = 512
 
-Cache = Any  # the family's own: a pytree with `length` and `requests`
 HostOrDevice = np.ndarray | Array
 Cache = Any
 """A cache of the model's family: what its `new_cache` makes."""
@@ -54,71 +59,62 @@ class LanguageModel:
         self.config, self.numerics, self.plan = model.config, numerics, model.plan
         self.family = family_of(model.config)
         self.traces: dict[str, int] = {}
-        graphdef, state = nnx.split(model)
-        self.leaves, structure = jax.tree.flatten(state)
+        self.implementation = implementation
+        self._graphdef, state = nnx.split(model)
+        self.leaves, self._structure = jax.tree.flatten(state)
         self._names = parameter_names(state)
 
-        def merged(leaves):
-            return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))
-
-        def forward(leaves, cache, tokens, count, image):
-            self._traced("forward")
+        def forward(model, cache, tokens, count, image):
             tap = Tap()
-            model = merged(leaves)
             h, cache = model(cache, tokens, count, self.numerics, image, tap)
             return model.logits(h, self.numerics), cache, tap.values
 
-        def prefill(leaves, cache, logits, tokens, count, image):
-            self._traced("prefill")
-            model = merged(leaves)
-            h, cache = model(cache, tokens, count, self.numerics, image)
-            last = jnp.take_along_axis(h, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
-            return jnp.where((count > 0)[:, None], model.logits(last, self.numerics), logits), cache
+        def prefill(model, cache, logits, tokens, count, image):
+            return prefill_chunk(model, self.numerics, cache, logits, tokens, count, image)
 
-        def decode(leaves, cache, logits, done, sampling, stop_ids, steps):
-            self._traced("decode")
-            model = merged(leaves)
+        def decode(model, cache, logits, done, sampling, stop_ids, steps, drafts):
+            stops = jnp.broadcast_to(stop_ids, (len(done), len(stop_ids)))
+            limit = jnp.full_like(cache.length, self.capacity(cache))
+            return decode_burst(model, self.numerics, cache, logits, done, sampling, stops, limit, steps, drafts)
 
-            def step(carry):
-                i, cache, logits, done, out = carry
-                token = sample(logits, sampling, cache.length)
-                out = lax.dynamic_update_index_in_dim(out, jnp.where(done, -1, token), i, 1)
-                done = done | jnp.any(token[:, None] == stop_ids, axis=1) | (cache.length >= room)
-                h, cache = model(cache, token[:, None], jnp.where(done, 0, 1), self.numerics)
-                logits = jnp.where(done[:, None], logits, model.logits(h[:, 0], self.numerics))
-                return i + 1, cache, logits, done, out
+        def draft(model, cache, tokens):
+            return model.draft(cache, tokens, self.numerics)
 
-            room = self.family.capacity(cache, self.config)
-            out = jnp.full((len(done), steps), -1, jnp.int32)
-            carry = (jnp.int32(0), cache, logits, done, out)
-            return lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[3]), step, carry)[1:]
+        self._forward = self.compiled("forward", forward, donate_argnums=1)
+        self._prefill = self.compiled("prefill", prefill, donate_argnums=(1, 2))
+        self._decode = self.compiled("decode", decode, donate_argnums=(1, 2, 3), static_argnames=("steps", "drafts"))
+        self._draft = self.compiled("draft", draft)
 
-        def draft(leaves, cache, tokens):
-            self._traced("draft")
-            return merged(leaves).draft(cache, tokens, self.numerics)
+    def compiled(self, name: str, function: Callable, **options) -> Callable:
+        """`function(model, ..)` as a compiled function of (leaves, ..), counted in `traces` under `name`.
 
-        def compiled(function, **options):
-            def traced(*arguments, **static):
-                with ops.preferred(implementation):
-                    return function(*arguments, **static)
+        options: as of jax.jit.
+        """
 
-            return jax.jit(traced, **options)
+        def traced(leaves, *arguments, **static):
+            self.traces[name] = self.traces.get(name, 0) + 1
+            with ops.preferred(self.implementation):
+                model = nnx.merge(self._graphdef, jax.tree.unflatten(self._structure, leaves))
+                return function(model, *arguments, **static)
 
-        self._forward = compiled(forward, donate_argnums=1)
-        self._prefill = compiled(prefill, donate_argnums=(1, 2))
-        self._decode = compiled(decode, donate_argnums=(1, 2, 3), static_argnames="steps")
-        self._draft = compiled(draft)
+        return jax.jit(traced, **options)
 
-    def _traced(self, name: str) -> None:
-        self.traces[name] = self.traces.get(name, 0) + 1
+    @functools.cached_property
+    def programs(self) -> Programs:
+        """The engine's compiled functions, which all engines of this model share."""
+        return Programs(self)
 
     def parameter(self, name: str) -> Array:
         """The parameter with this dotted name, as stored."""
         return self.leaves[self._names.index(name)]
 
-    def new_cache(self, requests: int, max_tokens: int) -> Cache:
+    def new_cache(self, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()) -> Cache:
         """An empty cache for `requests` requests of up to `max_tokens` tokens each."""
-        return self.family.new_cache(self.config, self.numerics, requests, max_tokens)
+        return self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes)
+
+    def capacity(self, cache: Cache) -> int:
+        """How many tokens a request of `cache` may hold."""
+        return capacity(cache, self.config.max_position_embeddings)
 
     def forward(
         self,
@@ -135,13 +131,17 @@ class LanguageModel:
 
         ValueError if the checkpoint has no draft stages; NotImplementedError if its model does not run them.
         """
+        self.require_drafts()
+        return self._draft(self.leaves, cache, jnp.asarray(tokens, jnp.int32))
+
+    def require_drafts(self) -> None:
+        """Raises what `draft` raises for a model that does not draft."""
         if not self.config.num_nextn_predict_layers:
             raise ValueError("This checkpoint has no draft stages (num_nextn_predict_layers is 0).")
         if not hasattr(self.family.model, "draft"):
             raise NotImplementedError(
                 f"{self.family.model.__name__} does not run its draft layer. Use decode, one token a step."
             )
-        return self._draft(self.leaves, cache, jnp.asarray(tokens, jnp.int32))
 
     def prefill(
         self,
@@ -162,7 +162,7 @@ class LanguageModel:
         self._check(cache, prompts, images)
         longest = max((len(p) for p in prompts), default=0)
         if chunk is None:
-            chunk = min(max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length() if longest else 1), LARGEST_CHUNK)
+            chunk = default_chunk(longest)
         if chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token.")
         logits = jnp.zeros((len(prompts), self.config.vocab_size), jnp.float32)
@@ -173,7 +173,7 @@ class LanguageModel:
                 row[: len(part)] = part
             count = np.array([len(p) for p in parts], np.int32)
             logits, cache = self._prefill(
-                self.leaves, cache, logits, tokens, count, self.image_rows(images, first, chunk)
+                self.leaves, cache, logits, tokens, count, self.image_rows(images, [first] * len(images), chunk)
             )
         return logits, cache
 
@@ -185,14 +185,15 @@ class LanguageModel:
         sampling: Sampling,
         stop_ids: Int32[Array, " n"],
         steps: int,
-    ) -> tuple[Cache, Float[Array, "B V"], Array, Int32[Array, "B steps"]]:
-        """Up to `steps` tokens for every request that is not done, in one compiled call.
+        drafts: int = 0,
+    ) -> tuple[Cache, Float[Array, "B V"], Array, Int32[Array, "B N"]]:
+        """`steps` steps of every request that is not done, in one compiled call; with `drafts` as `decode_burst` says.
 
         Starts from the logits after the last token in the cache. Returns (cache, logits, done, tokens): tokens are -1
         behind a stop id, which is the last token of its request; a request whose cache is full is done as well. Ends
         early when all are done.
         """
-        return self._decode(self.leaves, cache, logits, done, sampling, stop_ids, steps=steps)
+        return self._decode(self.leaves, cache, logits, done, sampling, stop_ids, steps=steps, drafts=drafts)
 
     def _check(self, cache: Cache, prompts: list[np.ndarray], images: Sequence[Sequence[ImageSpan]]) -> None:
         config = self.config
@@ -201,59 +202,67 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(images)} image lists for a cache of {cache.requests} requests: give one "
                 "of each per request."
             )
-        room, held = self.family.capacity(cache, config), np.asarray(cache.length)
+        room, held = self.capacity(cache), np.asarray(cache.length)
         for b, (prompt, spans) in enumerate(zip(prompts, images, strict=True)):
-            wrong = prompt[(prompt < 0) | (prompt >= config.vocab_size)]
-            if len(wrong):
-                raise ValueError(
-                    f"Prompt {b} has the token id {wrong[0]}, outside the vocabulary of {config.vocab_size} tokens "
-                    f"(0 to {config.vocab_size - 1}). Was it made with this checkpoint's tokenizer?"
-                )
+            self.check_vocabulary(prompt, f"Prompt {b}")
             if held[b] + len(prompt) > room:
                 raise ValueError(
                     f"Prompt {b} has {len(prompt)} tokens after {held[b]} that the cache holds, and the cache has room "
                     f"for {room}. Make the cache with max_tokens of at least {held[b] + len(prompt)}."
                 )
-            image_token_id = getattr(config, "image_token_id", None)
-            if image_token_id is None:
-                if spans:
-                    raise ValueError(f"Prompt {b} has image spans, but {self.family.model.__name__} takes text alone.")
-                continue
-            covered = np.zeros(len(prompt), bool)
-            for span in spans:
-                n = len(span.embeddings)
-                if span.start < 0 or span.start + n > len(prompt) or covered[span.start : span.start + n].any():
-                    raise ValueError(
-                        f"Prompt {b}: an image span covers {span.start} to {span.start + n}; spans must lie inside the "
-                        f"{len(prompt)} tokens of the prompt and not overlap."
-                    )
-                if np.shape(span.embeddings) != (n, config.hidden_size):
-                    raise ValueError(
-                        f"Prompt {b}: image embeddings of shape {np.shape(span.embeddings)}; expected "
-                        f"[n, {config.hidden_size}]."
-                    )
-                covered[span.start : span.start + n] = True
-            mismatch = np.flatnonzero(covered != (prompt == image_token_id))
-            if len(mismatch):
-                place = mismatch[0]
-                what = "has embeddings" if covered[place] else "has none"
-                raise ValueError(
-                    f"Prompt {b}, place {place}: token id {prompt[place]} {what}. Places with the image token id "
-                    f"{image_token_id}, and only those, take image embeddings (ImageSpan)."
-                )
+            self.check_images(prompt, spans, f"Prompt {b}")
 
-    def image_rows(self, images: Sequence[Sequence[ImageSpan]], first: int, chunk: int) -> ImageRows | None:
-        """The rows of the prompts' places first .. first+chunk-1 that image spans replace; None without any span."""
+    def check_vocabulary(self, tokens: np.ndarray, what: str) -> None:
+        """Raises ValueError where one of `tokens` is no token id; `what` they are begins the sentence."""
+        size = self.config.vocab_size
+        wrong = tokens[(tokens < 0) | (tokens >= size)]
+        if len(wrong):
+            raise ValueError(
+                f"{what} has the token id {wrong[0]}, outside the vocabulary of {size} tokens (0 to {size - 1}). Was it "
+                "made with this checkpoint's tokenizer?"
+            )
+
+    def check_images(self, prompt: np.ndarray, spans: Sequence[ImageSpan], what: str) -> None:
+        """Raises ValueError where image spans and image token ids of a prompt do not belong together."""
+        config, image_token_id = self.config, getattr(self.config, "image_token_id", None)
+        if image_token_id is None:
+            if spans:
+                raise ValueError(f"{what} has image spans, but {self.family.model.__name__} takes text alone.")
+            return
+        covered = np.zeros(len(prompt), bool)
+        for span in spans:
+            n = len(span.embeddings)
+            if span.start < 0 or span.start + n > len(prompt) or covered[span.start : span.start + n].any():
+                raise ValueError(
+                    f"{what}: an image span covers {span.start} to {span.start + n}; spans must lie inside the "
+                    f"{len(prompt)} tokens of the prompt and not overlap."
+                )
+            if np.shape(span.embeddings) != (n, config.hidden_size):
+                raise ValueError(
+                    f"{what}: image embeddings of shape {np.shape(span.embeddings)}; expected [n, {config.hidden_size}]."
+                )
+            covered[span.start : span.start + n] = True
+        mismatch = np.flatnonzero(covered != (prompt == image_token_id))
+        if len(mismatch):
+            place = mismatch[0]
+            has = "has embeddings" if covered[place] else "has none"
+            raise ValueError(
+                f"{what}, place {place}: token id {prompt[place]} {has}. Places with the image token id {image_token_id}, "
+                "and only those, take image embeddings (ImageSpan)."
+            )
+
+    def image_rows(self, images: Sequence[Sequence[ImageSpan]], first: Sequence[int], chunk: int) -> ImageRows | None:
+        """The rows of each prompt's places first[b] .. first[b]+chunk-1 that spans replace; None without any span."""
         if not any(images):
             return None
         embeddings = np.zeros((len(images), chunk, self.config.hidden_size), np.float32)
         is_image = np.zeros((len(images), chunk), bool)
-        for b, spans in enumerate(images):
+        for b, (spans, begin) in enumerate(zip(images, first, strict=True)):
             for span in spans:
-                low, high = max(span.start, first), min(span.start + len(span.embeddings), first + chunk)
+                low, high = max(span.start, begin), min(span.start + len(span.embeddings), begin + chunk)
                 if low < high:
-                    embeddings[b, low - first : high - first] = span.embeddings[low - span.start : high - span.start]
-                    is_image[b, low - first : high - first] = True
+                    embeddings[b, low - begin : high - begin] = span.embeddings[low - span.start : high - span.start]
+                    is_image[b, low - begin : high - begin] = True
         return ImageRows(jnp.asarray(embeddings), jnp.asarray(is_image))
 
 
@@ -266,29 +275,42 @@ def stream(
     stop_ids: Sequence[int] | None = None,
     every: int = 8,
     images: Sequence[Sequence[ImageSpan]] | None = None,
+    drafts: int = 0,
 ) -> Iterator[list[list[int]]]:
     """Generates up to `max_new_tokens` tokens for each prompt; yields the new tokens of each after every `every` steps.
 
     stop_ids: default the config's end-of-sequence id; a stop id is the last token of its request. Every request stops by
-    itself. ValueError for what `prefill` refuses, an empty prompt, or max_new_tokens or every below 1.
+    itself. drafts: tokens proposed a step by the model's draft layers; the result is the same. An `Engine` does the work:
+    make one yourself to add and cancel requests as they come. ValueError for what it refuses, an empty prompt, or
+    max_new_tokens or every below 1.
     """
     if max_new_tokens < 1 or every < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} and every={every} must be at least 1.")
     empty = [b for b, prompt in enumerate(prompts) if len(prompt) == 0]
     if empty or not prompts:
         raise ValueError(f"Prompts {empty} are empty: give at least one token, such as the begin-of-sequence id.")
-    longest = max(len(p) for p in prompts)
-    cache = lm.new_cache(len(prompts), longest + -(-max_new_tokens // every) * every)
-    logits, cache = lm.prefill(cache, prompts, images)
-    sampling = Sampling.of(len(prompts)) if sampling is None else sampling
-    stops = jnp.asarray([lm.config.eos_token_id] if stop_ids is None else list(stop_ids), jnp.int32)
-    done = jnp.zeros((len(prompts),), bool)
-    for first in range(0, max_new_tokens, every):
-        cache, logits, done, out = lm.decode(cache, logits, done, sampling, stops, every)
-        rows = np.asarray(out)[:, : max_new_tokens - first]
-        yield [[int(t) for t in row if t >= 0] for row in rows]
-        if bool(np.all(done)):
-            return
+    batch, longest = len(prompts), max(len(p) for p in prompts)
+    context = longest + max_new_tokens
+    rows = max(1, min(default_chunk(longest), chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES) // batch))
+    engine = Engine(
+        lm, batch, context, prefill_shapes=((batch, rows),), decode_rows=(batch,), steps=every, drafts=drafts
+    )
+    sampling = Sampling.of(batch) if sampling is None else sampling
+    places = {}
+    for b, prompt in enumerate(prompts):
+        own = jax.tree.map(lambda x, b=b: x[b : b + 1], sampling)
+        places[engine.add(prompt, max_new_tokens, own, stop_ids, () if images is None else images[b])] = b
+    while not engine.is_idle:
+        new: list[list[int]] = [[] for _ in prompts]
+        for event in engine.step():
+            new[places[event.id]].extend(event.tokens)
+        if any(new):
+            yield new
+
+
+def default_chunk(longest: int) -> int:
+    """Tokens of a chunk for prompts of up to `longest` tokens: the next power of two, 16 to 512."""
+    return min(max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length() if longest else 1), LARGEST_CHUNK)
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Tokens], max_new_tokens: int, **options) -> list[list[int]]:

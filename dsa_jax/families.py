@@ -23,8 +23,9 @@ from dsa_jax.models.deepseek_v41 import DeepseekV41
 class Family:
     """One family.
 
-    model: its module, made from a config. new_cache(config, numerics, requests, max_tokens): an empty cache, a pytree
-    with `length` int32 [B] and `requests`. capacity(cache, config): tokens a request of it may hold.
+    model: its module, made from a config. new_cache(config, numerics, requests, max_tokens, sizes): an empty cache, a
+    pytree with `length` int32 [B], `block_table`, `page_tokens`, `requests` and `map_arrays`. page_unit(config): tokens
+    that a page holds are a multiple of it.
     buffers(directory, config): arrays that the model needs and the tensors do not hold, by parameter path; ValueError
     where the checkpoint's other files do not give them. left_out(config): (pattern of official tensor names, reason) of
     what a checkpoint of this family holds and the model does not run.
@@ -32,7 +33,7 @@ class Family:
 
     model: type[nnx.Module]
     new_cache: Callable[..., Any]
-    capacity: Callable[..., int]
+    page_unit: Callable[[Any], int]
     buffers: Callable[[Path, Any], dict[str, np.ndarray]]
     left_out: Callable[[Any], tuple[tuple[str, str], ...]] = lambda config: ()
 
@@ -46,10 +47,10 @@ def _no_buffers(directory: Path, config: Any) -> dict[str, np.ndarray]:
 
 
 FAMILIES: dict[type, Family] = {
-    V41Config: Family(DeepseekV41, state.new_cache, state.capacity, _v41_buffers),
-    V4Config: Family(DeepseekV4, state_v4.new_cache, state_v4.capacity, _no_buffers),
+    V41Config: Family(DeepseekV41, state.new_cache, state.page_unit, _v41_buffers),
+    V4Config: Family(DeepseekV4, state_v4.new_cache, state_v4.page_unit, _no_buffers),
     V32Config: Family(
-        DeepseekV32, latent.new_latent_cache, latent.latent_capacity, _no_buffers, layer_plan_v32.left_out
+        DeepseekV32, latent.new_latent_cache, latent.page_unit, _no_buffers, layer_plan_v32.left_out
     ),
 }
 

@@ -165,3 +165,22 @@ def human(size: int | float) -> str:
     while size >= 1024 and step < len(units) - 1:
         size, step = size / 1024, step + 1
     return f"{size:,.2f} {units[step]}" if step else f"{size:.0f} B"
+
+
+def index_score_bytes(config: Any, rows: int, context: int) -> int:
+    """Bytes of the indexer's float32 scores of `rows` query rows over all that they see of `context` tokens.
+
+    What the whole matrix would take: 4 GiB for 8,192 rows of 131,072 positions. Steps are cut so that it never exists.
+    """
+    ratio = min((r for r in getattr(config, "compress_ratios", (1,)) if r), default=context + 1)
+    return 4 * rows * (context // ratio)
+
+
+def prefill_row_bytes(config: Any, context: int) -> int:
+    """About what one query row takes while a step runs: scores with the keys and copies that the selection makes of them,
+    the residual stream's copies before and after a layer, queries and outputs of all heads, hidden rows of the experts."""
+    stream = 3 * 4 * getattr(config, "hc_mult", 1) * config.hidden_size
+    width = getattr(config, "head_dim", None) or config.kv_lora_rank + config.qk_rope_head_dim
+    heads = 3 * 4 * config.num_attention_heads * width
+    experts = 3 * 4 * config.num_experts_per_tok * config.moe_intermediate_size
+    return 3 * index_score_bytes(config, 1, context) + stream + heads + experts

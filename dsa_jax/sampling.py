@@ -61,6 +61,11 @@ class Sampling:
         return cls(*(jnp.asarray(values[n]) for n in ("temperature", "top_k", "top_p")), keys)
 
 
+def repeated(sampling: Sampling, times: int) -> Sampling:
+    """The sampling of [B · times] rows: `times` rows after one another of each request."""
+    return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), sampling)
+
+
 def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int32[Array, " B"]) -> Int32[Array, " B"]:
     """The next token of each request, to stand at `position`.
 

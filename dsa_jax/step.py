@@ -2,10 +2,12 @@
 
 A step processes up to S tokens of each of B requests. Request b brings `count[b]` tokens, which follow the
 `start[b]` tokens that the cache already holds; rows beyond count are padding (position -1) and see and write nothing.
-Prefill, chunked prefill and decode differ in these numbers alone.
+Prefill, chunked prefill and decode differ in these numbers alone. What layers would otherwise compute each for itself
+is computed once: a `Step` by the model, before its layers; a selection and the expanded candidate blocks
+(`layers.indexer.Selected`) by the first layer that needs them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +19,63 @@ from dsa_jax.pytree import Leaf
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Ring:
+    """How the rings of recent rows are used in a step, the same for every layer.
+
+    kept: the ring slot (request · capacity + position mod capacity) that each row is written to, int32 [B, S], or -1.
+    seen: int32 [B, S, K], what each row attends to, or -1. Where `in_place`, the rows of the step fit beside all that
+    they see: they are written first, and `seen` are slots of the ring after. Otherwise `seen` counts in [ring rows of
+    all requests as they were | fresh rows of all requests].
+    """
+
+    kept: Leaf
+    seen: Leaf
+    in_place: bool = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Step:
-    """Rows of one step: start, count int32 [B]; positions int32 [B, S]; block_table int32 [B, M]."""
+    """Rows of one step: start, count int32 [B]; positions int32 [B, S]; block_table int32 [B, M].
+
+    ring: the sliding window's `Ring`; None in a model without one.
+    """
 
     start: Leaf
     count: Leaf
     positions: Leaf
     block_table: Leaf
+    ring: Leaf = None
 
     @classmethod
-    def of(cls, start: Int32[Array, " B"], count: Int32[Array, " B"], block_table: Int32[Array, "B M"], rows: int):
-        """The step of `count[b]` tokens after `start[b]`, in `rows` rows a request."""
+    def of(
+        cls,
+        start: Int32[Array, " B"],
+        count: Int32[Array, " B"],
+        block_table: Int32[Array, "B M"],
+        rows: int,
+        window: tuple[int, int] | None = None,
+    ) -> "Step":
+        """The step of `count[b]` tokens after `start[b]`, in `rows` rows a request.
+
+        window: (positions that a row sees through it, rows that a ring holds); None for a model without.
+        """
         i = jnp.arange(rows, dtype=jnp.int32)
-        return cls(start, count, jnp.where(i < count[:, None], start[:, None] + i, -1), block_table)
+        step = cls(start, count, jnp.where(i < count[:, None], start[:, None] + i, -1), block_table)
+        if window is None:
+            return step
+        width, capacity = window
+        return step.with_ring(step.window(width), width - 1, capacity)
+
+    def with_ring(self, seen: Int32[Array, "B S K"], before: int, capacity: int) -> "Step":
+        """The step whose rows see the positions `seen`, at most `before` of them before the step, in rings of `capacity`."""
+        in_place = before + self.positions.shape[1] <= capacity
+        if in_place:
+            request = jnp.arange(len(self.start), dtype=jnp.int32)[:, None, None]
+            slots = jnp.where(seen < 0, -1, request * capacity + seen % capacity)
+        else:
+            slots = self.recent(seen, capacity)
+        return replace(self, ring=Ring(self.ring_slots(capacity), slots, in_place))
 
     @property
     def valid(self) -> Bool[Array, "B S"]:

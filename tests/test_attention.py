@@ -108,7 +108,7 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
     @jax.jit
     def run(xs, windows, sources, start):
         rows = xs[0].shape[1]
-        step = Step.of(jnp.full((2,), start), jnp.full((2,), rows, jnp.int32), cache.block_table, rows)
+        step = Step.of(jnp.full((2,), start), jnp.full((2,), rows, jnp.int32), cache.block_table, rows, (config.sliding_window,) * 2)
         outs, taps, selected = [], Tap(), None
         for i, (graphdef, state) in enumerate(layers):
             out, after = nnx.merge(graphdef, state)(

@@ -1,11 +1,13 @@
 """The caches of V3.2: per layer, latent KV rows and index keys, both one row a token, in the same pages."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 from dsa_jax import ops
+from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.numerics import Numerics
 from dsa_jax.pytree import Leaf
@@ -28,17 +30,23 @@ class LatentCache:
     """All state of B requests between steps.
 
     length: tokens held, int32 [B]. block_table: page ids of each request, int32 [B, M]; page i of the table holds tokens
-    [64 i, 64 (i + 1)) in every layer. layers: LatentLayer of each layer.
+    [i·page_tokens, (i+1)·page_tokens) in every layer. layers: LatentLayer of each layer. Every row stays where it is, so
+    a rollback takes back any number of tokens. page_tokens is static.
     """
 
     length: Leaf
     block_table: Leaf
     layers: Leaf
+    page_tokens: int = field(metadata={"static": True})
 
     @property
     def requests(self) -> int:
         """How many requests the cache holds."""
         return self.length.shape[0]
+
+    def map_arrays(self, request: Callable[[Leaf], Leaf], pool: Callable[[Leaf], Leaf]) -> "LatentCache":
+        """The cache with `request` applied to arrays [B, ..] of one row a request, and `pool` to arrays [pages, ..]."""
+        return LatentCache(request(self.length), request(self.block_table), jax.tree.map(pool, self.layers), self.page_tokens)
 
 
 def latent_format(config: V32Config, numerics: Numerics) -> ops.RecordFormat:
@@ -55,33 +63,29 @@ def index_key_format(config: V32Config, numerics: Numerics) -> ops.RecordFormat:
     return ops.Plain(config.index_head_dim, numerics.dtype)
 
 
-def new_latent_cache(config: V32Config, numerics: Numerics, requests: int, max_tokens: int) -> LatentCache:
+def page_unit(config: V32Config) -> int:
+    """Tokens that a page holds are a multiple of this."""
+    return 1
+
+
+def new_latent_cache(
+    config: V32Config, numerics: Numerics, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()
+) -> LatentCache:
     """An empty cache for `requests` requests of up to `max_tokens` tokens each.
 
-    ValueError if max_tokens is beyond the config's max_position_embeddings, or a number is not positive.
+    ValueError if max_tokens is beyond the config's max_position_embeddings, or for sizes that do not fit.
     """
-    if requests < 1 or max_tokens < 1:
-        raise ValueError(f"A cache for {requests} requests of {max_tokens} tokens: both must be at least 1.")
-    if max_tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"A cache of {max_tokens} tokens is longer than the {config.max_position_embeddings} positions that the "
-            "checkpoint's config allows (max_position_embeddings). Ask for a shorter one."
-        )
-    pages = -(-max_tokens // PAGE_TOKENS)
+    pool = sizes.pool(requests, max_tokens, config.max_position_embeddings, page_unit(config), PAGE_TOKENS)
 
     def rows(record: ops.RecordFormat) -> ops.PagedRows:
-        return ops.PagedRows.zeros(record, requests * pages, PAGE_TOKENS)
+        return ops.PagedRows.zeros(record, pool.pages, pool.page_tokens)
 
     return LatentCache(
         length=jnp.zeros((requests,), jnp.int32),
-        block_table=jnp.arange(requests * pages, dtype=jnp.int32).reshape(requests, pages),
+        block_table=pool.block_table,
         layers=tuple(
             LatentLayer(rows(latent_format(config, numerics)), rows(index_key_format(config, numerics)))
             for _ in range(config.num_hidden_layers)
         ),
+        page_tokens=pool.page_tokens,
     )
-
-
-def latent_capacity(cache: LatentCache, config: V32Config) -> int:
-    """How many tokens a request of `cache` may hold."""
-    return min(cache.block_table.shape[1] * PAGE_TOKENS, config.max_position_embeddings)

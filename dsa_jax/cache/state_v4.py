@@ -1,12 +1,14 @@
 """The caches of a batch of requests of V4."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 
 from dsa_jax import ops
+from dsa_jax.cache.sizes import CacheSizes, Pool
 from dsa_jax.cache.state import CompressorTail
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole, draft_plan, layer_plan
@@ -27,16 +29,25 @@ class CompressedCache:
     rows: Leaf
     tail: Leaf
 
+    def map_arrays(self, request: Callable[[Leaf], Leaf], pool: Callable[[Leaf], Leaf]) -> "CompressedCache":
+        """As `V4Cache.map_arrays`."""
+        return CompressedCache(jax.tree.map(pool, self.rows), jax.tree.map(request, self.tail))
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's own caches: window, the ring of recent rows (PagedRows, slot = position mod window); compressed and
-    index_keys, CompressedCache or None where the layer has none."""
+    """One layer's own caches: window, the ring of recent rows (PagedRows, slot = position mod its capacity); compressed
+    and index_keys, CompressedCache or None where the layer has none."""
 
     window: Leaf
     compressed: Leaf
     index_keys: Leaf
+
+    def map_arrays(self, request: Callable[[Leaf], Leaf], pool: Callable[[Leaf], Leaf]) -> "LayerCache":
+        """As `V4Cache.map_arrays`."""
+        owned = (None if own is None else own.map_arrays(request, pool) for own in (self.compressed, self.index_keys))
+        return LayerCache(jax.tree.map(request, self.window), *owned)
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +55,8 @@ class LayerCache:
 class MTPCache:
     """What the MTP layer knows of the tokens before the last: layer, its LayerCache of one row a token.
 
-    stream: the final stream at the last token, [B, copies, D], which waits for the token after it.
+    stream: the final stream at the newest tokens in a ring, [B, capacity, copies, D]; the last one waits for the token
+    after it.
     """
 
     layer: Leaf
@@ -66,71 +78,78 @@ class V4Cache:
     layers: Leaf
     mtp: Leaf
     draft_windows: Leaf
+    page_tokens: int = field(metadata={"static": True})
 
     @property
     def requests(self) -> int:
         """How many requests the cache holds."""
         return self.length.shape[0]
 
+    def map_arrays(self, request: Callable[[Leaf], Leaf], pool: Callable[[Leaf], Leaf]) -> "V4Cache":
+        """The cache with `request` applied to arrays [B, ..] of one row a request, and `pool` to arrays [pages, ..]."""
+        mtp = self.mtp
+        if mtp is not None:
+            mtp = MTPCache(mtp.layer.map_arrays(request, pool), request(mtp.stream))
+        return V4Cache(
+            length=request(self.length),
+            block_table=request(self.block_table),
+            layers=tuple(layer.map_arrays(request, pool) for layer in self.layers),
+            mtp=mtp,
+            draft_windows=jax.tree.map(request, self.draft_windows),
+            page_tokens=self.page_tokens,
+        )
 
-def page_tokens(config: V4Config) -> int:
-    """Tokens a page holds: at least PAGE_TOKENS, and whole groups of every ratio."""
-    unit = math.lcm(1, *(ratio for ratio in config.compress_ratios if ratio))
-    return -(-PAGE_TOKENS // unit) * unit
+
+def page_unit(config: V4Config) -> int:
+    """Tokens that a page holds are a multiple of this: whole groups of every ratio."""
+    return math.lcm(1, *(ratio for ratio in config.compress_ratios if ratio))
 
 
-def new_cache(config: V4Config, numerics: Numerics, requests: int, max_tokens: int) -> V4Cache:
+def new_cache(
+    config: V4Config, numerics: Numerics, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()
+) -> V4Cache:
     """An empty cache for `requests` requests of up to `max_tokens` tokens each.
 
-    ValueError if max_tokens is beyond the config's max_position_embeddings, or a number is not positive.
+    ValueError if max_tokens is beyond the config's max_position_embeddings, or for sizes that do not fit.
     """
-    if requests < 1 or max_tokens < 1:
-        raise ValueError(f"A cache for {requests} requests of {max_tokens} tokens: both must be at least 1.")
-    if max_tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"A cache of {max_tokens} tokens is longer than the {config.max_position_embeddings} positions that the "
-            "checkpoint's config allows (max_position_embeddings). Ask for a shorter one."
-        )
-    pages = -(-max_tokens // page_tokens(config))
+    pool = sizes.pool(requests, max_tokens, config.max_position_embeddings, page_unit(config), PAGE_TOKENS)
 
     def layer(role: V4LayerRole) -> LayerCache:
-        return _layer(config, numerics, role, requests, requests * pages)
+        return _layer(config, numerics, role, requests, pool, sizes.max_rollback)
 
     drafts = draft_plan(config)
-    stream = jnp.zeros((requests, config.hc_mult, config.hidden_size), numerics.dtype)
+    stream = jnp.zeros((requests, 1 + sizes.max_rollback, config.hc_mult, config.hidden_size), numerics.dtype)
     return V4Cache(
         length=jnp.zeros((requests,), jnp.int32),
-        block_table=jnp.arange(requests * pages, dtype=jnp.int32).reshape(requests, pages),
+        block_table=pool.block_table,
         layers=tuple(layer(role) for role in layer_plan(config)),
         mtp=MTPCache(layer(drafts[0]), stream) if drafts and config.dspark is None else None,
         draft_windows=tuple(layer(role).window for role in drafts) if config.dspark is not None else (),
+        page_tokens=pool.page_tokens,
     )
 
 
-def capacity(cache: V4Cache, config: V4Config) -> int:
-    """How many tokens a request of `cache` may hold."""
-    return cache.block_table.shape[1] * page_tokens(config)
-
-
-def _layer(config: V4Config, numerics: Numerics, role: V4LayerRole, requests: int, pages: int) -> LayerCache:
+def _layer(
+    config: V4Config, numerics: Numerics, role: V4LayerRole, requests: int, pool: Pool, max_rollback: int
+) -> LayerCache:
     width = config.head_dim
     kv_rows = numerics.partly_rotated_rows(width, config.qk_rope_head_dim)
 
     def compressed(rows: CacheRows, width: int) -> CompressedCache:
-        shape = (requests, tail_slots(role), (2 if role.overlap else 1) * width)
+        shape = (requests, tail_slots(role) + max_rollback, (2 if role.overlap else 1) * width)
         return CompressedCache(
-            rows=ops.PagedRows.zeros(rows.format, pages, page_tokens(config) // role.ratio),
+            rows=ops.PagedRows.zeros(rows.format, pool.pages, pool.page_tokens // role.ratio),
             tail=CompressorTail(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
         )
 
     index_rows = numerics.index_key_rows(config.index_head_dim)
     return LayerCache(
-        window=ops.PagedRows.zeros(kv_rows.format, requests, config.sliding_window),
+        window=ops.PagedRows.zeros(kv_rows.format, requests, config.sliding_window + max_rollback),
         compressed=compressed(kv_rows, width) if role.ratio else None,
         index_keys=compressed(index_rows, config.index_head_dim) if role.mode == "indexed" else None,
     )
 
 
 def tail_slots(role: V4LayerRole) -> int:
-    """Recent tokens that a compressor keeps: a group, and the one before it where groups overlap."""
+    """Recent tokens that a compressor looks back at: a group, and the one before it where groups overlap."""
     return (2 if role.overlap else 1) * role.ratio

@@ -58,7 +58,7 @@ def _prefill(lm: LanguageModel, results, case: Case, cache: Any, rows: int) -> t
     tokens[0, :n] = case.prompt
     image = None
     if "token_types" in case.tensors:
-        image = lm.image_rows([[results.image_span(lm, case)]], 0, rows)
+        image = lm.image_rows([[results.image_span(lm, case)]], [0], rows)
     logits, cache, taps = lm.forward(cache, tokens, np.array([n], np.int32), image)
     values = results.of_layers(lm, _rows_of(taps, n), n, n) | results.of_cache(lm, cache, n)
     for name in [name for name in values if name.endswith(".latent")]:

@@ -53,8 +53,7 @@ class Attention(SharedKVAttention):
         if tap is not None:
             tap("window_kv", rows)
         recent, window = self.extend_window(state.window, rows, step, numerics)
-        caches = (recent,)
-        slots = (step.recent(step.window(self.window), self.window),)
+        caches, slots = (recent,), (step.ring.seen,)
         sources, selected = state.sources, state.selected
         if self.role.ratio:
             if self.role.mode == "full":
@@ -74,17 +73,6 @@ class Attention(SharedKVAttention):
             slots += (selected.slots,)
         y = self.attend(q, caches, slots, angles, numerics, tap)
         return y, AttentionState(window, sources, selected)
-
-    def extend_window(
-        self, ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
-    ) -> tuple[ops.PagedRows, ops.PagedRows]:
-        """([ring rows as they were | new rows] as one cache for this step, the ring after the step)."""
-        rows = flatten_rows(rows)
-        fresh = ops.PagedRows.zeros(ring.format, len(rows), 1).scatter(jnp.arange(len(rows), dtype=jnp.int32), rows)
-        # Window records are row-contiguous, so pages of one row are the same bytes in another shape.
-        old = ring.pages.reshape(ring.num_slots, *fresh.pages.shape[1:])
-        recent = ops.PagedRows(jnp.concatenate([old, fresh.pages]), ring.format, 1)
-        return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)
 
     def extend_source(
         self, x: Float[Array, "B S d"], step: Step, source: SourceCache, numerics: Numerics, tap: Tap | None = None

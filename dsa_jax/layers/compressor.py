@@ -35,7 +35,7 @@ class Compressor(nnx.Module):
             return self.norm(self.wkv(x, numerics), numerics), groups, None
         kv, gate = self.wkv.in_float32(x), self.wgate.in_float32(x)
         members = groups[..., None] * self.ratio + jnp.arange(self.ratio, dtype=jnp.int32)
-        rows = step.recent(jnp.where(groups[..., None] < 0, -1, members), self.ratio)
+        rows = step.recent(jnp.where(groups[..., None] < 0, -1, members), tail.kv.shape[1])
         group_kv = ops.gather_rows(with_recent(tail.kv, kv), rows)
         share = jax.nn.softmax(ops.gather_rows(with_recent(tail.gate, gate), rows), axis=2)
         latent = self.norm(numerics.round(jnp.sum(f32(group_kv) * share, axis=2)), numerics)

@@ -154,7 +154,8 @@ def draft(
 
     The windows are read, not changed: what is accepted later enters them through the backbone.
     """
-    n = step.positions.shape[1]
+    n, window = step.positions.shape[1], stages[0].attn.window
+    step = step.with_ring(seen_by_drafts(step, window), window, windows[0].page_size)
     noise = jnp.full((len(tokens), n - 1), noise_token_id, jnp.int32)
     stream, mix = start_stream(embed(jnp.concatenate([tokens[:, None], noise], axis=1), numerics), copies)
     for stage, window in zip(stages, windows, strict=True):
@@ -163,8 +164,7 @@ def draft(
             angles = attn.angles(step.positions)
             _, q = attn.query(x, angles, numerics)
             recent, _ = attn.extend_window(window, attn.window_rows(x, angles, numerics), step, numerics)
-            slots = step.recent(seen_by_drafts(step, attn.window), attn.window)
-            return attn.attend(q, (recent,), (slots,), angles, numerics), None
+            return attn.attend(q, (recent,), (step.ring.seen,), angles, numerics), None
 
         stream, mix = stage.run(stream, mix, attend, step, numerics)
     last = stages[-1]

@@ -51,8 +51,7 @@ class HybridAttention(SharedKVAttention):
         if tap is not None:
             tap("window_kv", rows)
         recent, window = self.extend_window(cache.window, rows, step, numerics)
-        caches = (recent,)
-        slots = (step.recent(step.window(self.window), self.window),)
+        caches, slots = (recent,), (step.ring.seen,)
         compressed, index_keys = cache.compressed, cache.index_keys
         if self.role.ratio:
             compressed = self.extend(compressed, self.compressor, self.compressed_rows, x, step, numerics)
@@ -92,19 +91,13 @@ class HybridAttention(SharedKVAttention):
         """Compressed rows of the compressor's latents, as their record's writer takes them."""
         return self.rows(numerics).prepare(apply_rope(latent, angles, numerics))
 
-    def extend_window(
-        self, ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
-    ) -> tuple[ops.PagedRows, ops.PagedRows]:
-        """([ring rows as they were | new rows] as one cache for this step, the ring after the step).
-
-        The rows of this step are values in the result dtype, which hold what the records hold: new ones pass through the
-        record as the ring's did. (Records with their scales at the end of a page cannot be joined as bytes.)
-        """
-        rows = flatten_rows(rows)
+    def join_window(self, ring: ops.PagedRows, rows: Float[Array, "N h"], numerics: Numerics) -> ops.PagedRows:
+        """[ring rows | new rows] as one cache of values in the result dtype, which hold what the records hold: new rows
+        pass through the record as the ring's did. (Records with their scales at the end of a page cannot be joined as
+        bytes.)"""
         old = ring.gather(jnp.arange(ring.num_slots, dtype=jnp.int32), numerics.dtype)
         new = ring.format.decode(ring.format.encode(rows), numerics.dtype)
-        recent = ops.PagedRows(jnp.concatenate([old, new])[:, None], ops.Plain(old.shape[-1], numerics.dtype), 1)
-        return recent, ring.scatter(step.ring_slots(ring.page_size).reshape(-1), rows)
+        return ops.PagedRows(jnp.concatenate([old, new])[:, None], ops.Plain(old.shape[-1], numerics.dtype), 1)
 
     def extend(
         self,

@@ -14,6 +14,7 @@ from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.rope import Angles, apply_rope, rope_angles
 from dsa_jax.numerics import Numerics, f32, matmul
+from dsa_jax.step import Step, flatten_rows
 from dsa_jax.tap import Tap
 
 
@@ -61,6 +62,21 @@ class SharedKVAttention(nnx.Module):
         """The rotated row of each token, not quantised yet."""
         return apply_rope(self.kv_norm(self.wkv(x, numerics), numerics), angles, numerics)
 
+    def extend_window(
+        self, ring: ops.PagedRows, rows: Float[Array, "B S h"], step: Step, numerics: Numerics
+    ) -> tuple[ops.PagedRows, ops.PagedRows]:
+        """(the cache that `step.ring.seen` lists slots of, the ring after the step)."""
+        rows = flatten_rows(rows)
+        after = ring.scatter(step.ring.kept.reshape(-1), rows)
+        return after if step.ring.in_place else self.join_window(ring, rows, numerics), after
+
+    def join_window(self, ring: ops.PagedRows, rows: Float[Array, "N h"], numerics: Numerics) -> ops.PagedRows:
+        """[ring rows | new rows] as one cache. Window records are row-contiguous, so pages of one row are the same bytes
+        in another shape."""
+        fresh = ops.PagedRows.zeros(ring.format, len(rows), 1).scatter(jnp.arange(len(rows), dtype=jnp.int32), rows)
+        old = ring.pages.reshape(ring.num_slots, *fresh.pages.shape[1:])
+        return ops.PagedRows(jnp.concatenate([old, fresh.pages]), ring.format, 1)
+
     def attend(
         self,
         q: Float[Array, "B S H h"],
@@ -76,6 +92,9 @@ class SharedKVAttention(nnx.Module):
         )
         if tap is not None:
             tap("sparse_attn_out", o)
+            if tap.asked_for("selected_lse") and len(caches) > 1:
+                _, lse = ops.sparse_decode(q, caches[1:], slots[1:], scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
+                tap("selected_lse", lse)
         o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], self.groups, -1)
         wo_a = self.wo_a.dequantized(numerics).reshape(self.groups, -1, o.shape[-1])
         u = jnp.stack([numerics.round(matmul(o[:, :, g], wo_a[g])) for g in range(self.groups)], axis=2)

@@ -47,7 +47,7 @@ class DeepseekV32(nnx.Module):
             kept.append(own)
         if tap is not None:
             tap("final_hidden_normed", self.norm(total, numerics))
-        return total, LatentCache(step.end, cache.block_table, tuple(kept))
+        return total, LatentCache(step.end, cache.block_table, tuple(kept), cache.page_tokens)
 
     def logits(self, h: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows V"]:
         """Float32 logits of hidden rows."""

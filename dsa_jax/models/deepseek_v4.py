@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
+from dsa_jax import ops
 from dsa_jax.cache.state_v4 import MTPCache, V4Cache
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
@@ -13,7 +14,7 @@ from dsa_jax.layers.linear import Linear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.self_mixed import MTPLayer, SelfMixedBlock, SelfMixedStage, StreamHead
 from dsa_jax.numerics import Numerics
-from dsa_jax.step import Step
+from dsa_jax.step import Step, flatten_rows, keep_recent
 from dsa_jax.tap import Tap
 
 
@@ -48,7 +49,8 @@ class DeepseekV4(StreamHead):
 
         Returns the hidden rows before the final norm (`logits` takes the ones that are wanted) and the cache after.
         """
-        step = Step.of(cache.length, count, cache.block_table, tokens.shape[1])
+        window = (self.config.sliding_window, cache.layers[0].window.page_size)
+        step = Step.of(cache.length, count, cache.block_table, tokens.shape[1], window)
         embedded = self.embed(tokens, numerics)
         stream, _ = start_stream(embedded, self.config.hc_mult)
         layers, taps = [], []
@@ -66,7 +68,7 @@ class DeepseekV4(StreamHead):
             if tap is not None:
                 tap("main_hidden", main_hidden)
         elif self.mtp:
-            mtp = self._remember(cache, stream, embedded, tokens, count, numerics, tap)
+            mtp = self._remember(cache, step, stream, embedded, tokens, numerics, tap)
         if tap is not None:
             tap("final_hidden", h)
         return h, V4Cache(
@@ -75,6 +77,7 @@ class DeepseekV4(StreamHead):
             layers=tuple(layers),
             mtp=mtp,
             draft_windows=draft_windows,
+            page_tokens=cache.page_tokens,
         )
 
     def logits(self, h: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows V"]:
@@ -96,19 +99,24 @@ class DeepseekV4(StreamHead):
             )  # fmt: skip
         (layer,) = self.mtp
         embedded = self.embed(tokens[:, None], numerics)
-        step = Step.of(cache.length - 1, jnp.ones_like(cache.length), cache.block_table, 1)
-        h = layer.predict(cache.mtp.stream[:, None], embedded, tokens[:, None], step, cache.mtp.layer, numerics)
+        step = self._mtp_step(cache, jnp.ones_like(cache.length), 1)
+        h = layer.predict(waiting_stream(cache), embedded, tokens[:, None], step, cache.mtp.layer, numerics)
         logits = self.head.in_float32(h)
         best = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
         return Draft(jnp.stack([tokens, best], axis=1), logits, None)
 
+    def _mtp_step(self, cache: V4Cache, count: Int32[Array, " B"], rows: int) -> Step:
+        """The MTP layer's step: its rows stand one position before the tokens that complete them."""
+        window = (self.config.sliding_window, cache.mtp.layer.window.page_size)
+        return Step.of(cache.length - 1, count, cache.block_table, rows, window)
+
     def _remember(
         self,
         cache: V4Cache,
+        step: Step,
         stream: Float[Array, "B S c d"],
         embedded: Float[Array, "B S d"],
         tokens: Int32[Array, "B S"],
-        count: Int32[Array, " B"],
         numerics: Numerics,
         tap: Tap | None,
     ) -> MTPCache:
@@ -117,11 +125,18 @@ class DeepseekV4(StreamHead):
         Row i of the layer's step stands at position length - 1 + i; before the first token that is -1, no row at all.
         """
         (layer,) = self.mtp
-        before = jnp.concatenate([cache.mtp.stream[:, None], stream[:, :-1]], axis=1)
-        step = Step.of(cache.length - 1, count, cache.block_table, tokens.shape[1])
+        before = jnp.concatenate([waiting_stream(cache), stream[:, :-1]], axis=1)
+        own = self._mtp_step(cache, step.count, tokens.shape[1])
         if tap is not None:
-            h = layer.predict(before, embedded, tokens, step, cache.mtp.layer, numerics)
+            h = layer.predict(before, embedded, tokens, own, cache.mtp.layer, numerics)
             tap("mtp.logits", self.head.in_float32(h))
-        last = jnp.take_along_axis(stream, jnp.maximum(count - 1, 0)[:, None, None, None], axis=1)[:, 0]
-        waiting = jnp.where((count > 0)[:, None, None], last, cache.mtp.stream)
-        return MTPCache(layer.remember(before, embedded, step, cache.mtp.layer, numerics), waiting)
+        window = layer.remember(before, embedded, own, cache.mtp.layer, numerics)
+        return MTPCache(window, keep_recent(cache.mtp.stream, stream, step))
+
+
+def waiting_stream(cache: V4Cache) -> Float[Array, "B 1 c d"]:
+    """The stream at the last token of each request, of which the MTP layer makes a row once the next token is there."""
+    ring, last = cache.mtp.stream, cache.length - 1
+    requests, capacity = ring.shape[:2]
+    slots = jnp.where(last < 0, -1, jnp.arange(requests, dtype=jnp.int32) * capacity + last % capacity)
+    return ops.gather_rows(flatten_rows(ring), slots)[:, None]

@@ -85,7 +85,8 @@ class DeepseekV41(nnx.Module):
 
         Returns the hidden rows before the final norm (`logits` takes the ones that are wanted) and the cache after.
         """
-        step = Step.of(cache.length, count, cache.block_table, tokens.shape[1])
+        window = (self.config.sliding_window, cache.windows[0].page_size)
+        step = Step.of(cache.length, count, cache.block_table, tokens.shape[1], window)
         is_image = None if image is None else image.is_image
         x = self.embed(tokens, numerics)
         if image is not None:
@@ -130,6 +131,7 @@ class DeepseekV41(nnx.Module):
             sources=sources,
             engram_ids=keep_recent(cache.engram_ids, compressed_ids, step),
             draft_windows=draft_windows,
+            page_tokens=cache.page_tokens,
         )
 
     def logits(self, h: Float[Array, "*rows d"], numerics: Numerics) -> Float[Array, "*rows V"]:
@@ -149,7 +151,7 @@ class DeepseekV41(nnx.Module):
         self, ring: Int32[Array, "B n"], ids: Int32[Array, "B S"], step: Step
     ) -> Int32[Array, "B S places"]:
         """Compressed ids of each token and the ones before it; from the first cut on, the pad's id."""
-        places = ring.shape[1] + 1
+        places = self.config.engram_max_ngram_size
         positions = step.positions[..., None] - jnp.arange(places, dtype=jnp.int32)
         index = step.recent(jnp.where(step.valid[..., None], positions, -1), ring.shape[1])
         found = jnp.where(index < 0, NO_TOKEN, ops.gather_rows(with_recent(ring, ids), index))

@@ -1,0 +1,143 @@
+"""What an engine is made with, checked before anything is allocated, and the sizes that follow from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from dsa_jax import ops
+from dsa_jax.cache.requests import page_bytes, request_bytes
+from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.memory import human, prefill_row_bytes
+
+DEFAULT_PREFILL_BYTES = 2 * 2**30
+LARGEST_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Static sizes of an engine: requests at once, tokens of a request, those of its cache, shapes (requests, tokens) of
+    its prefill steps, requests of its decode bursts, steps of a burst, and drafted tokens a step."""
+
+    max_batch: int
+    max_context: int
+    table_tokens: int
+    cache: CacheSizes
+    prefill_shapes: tuple[tuple[int, int], ...]
+    decode_rows: tuple[int, ...]
+    steps: int
+    drafts: int
+    snapshots: int
+    boundary: int
+    max_rollback: int
+
+
+def sizes_of(
+    lm: Any,
+    *,
+    max_batch: int,
+    max_context: int,
+    page_size: int | None,
+    pages: int | None,
+    memory_bytes: int | None,
+    prefill_bytes: int | None,
+    prefill_shapes: Sequence[tuple[int, int]] | None,
+    decode_rows: Sequence[int] | None,
+    steps: int,
+    drafts: int,
+    max_rollback: int,
+    snapshots: int,
+    boundary: int | None,
+) -> Sizes:
+    """The engine's sizes. ValueError or NotImplementedError, one sentence each, for what cannot be met."""
+    ops.require(lm.implementation)
+    for name, value, least in (
+        ("max_batch", max_batch, 1), ("max_context", max_context, 1), ("steps", steps, 1), ("drafts", drafts, 0),
+        ("max_rollback", max_rollback, 0), ("snapshots", snapshots, 0), ("boundary", 1 if boundary is None else boundary, 1),
+    ):  # fmt: skip
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+    drafted = drafted_tokens(lm) if drafts else 0
+    if drafts > drafted:
+        raise ValueError(f"drafts={drafts}, but the model drafts {drafted} tokens at a time: give 0 to {drafted}.")
+    tokens, allowed = max_context + drafts, lm.config.max_position_embeddings
+    if tokens > allowed:
+        raise ValueError(
+            f"max_context={max_context} with {drafts} drafted tokens is longer than the {allowed} positions that the "
+            f"checkpoint's config allows (max_position_embeddings). Give at most {allowed - drafts}."
+        )
+    rollback = drafts + (max_rollback + 1 if max_rollback else 0)
+    one = CacheSizes(1, page_size, rollback)
+    shape = jax.eval_shape(lambda: lm.new_cache(1, tokens, one))
+    each, page, state = shape.block_table.shape[1], page_bytes(shape), request_bytes(shape)
+    if pages is not None and memory_bytes is not None:
+        raise ValueError(f"pages={pages} and memory_bytes={memory_bytes} both size the pool: give one of them.")
+    if memory_bytes is not None:
+        fixed = (max_batch + 1 + snapshots) * state
+        pages = (memory_bytes - fixed) // page
+        if pages < each:
+            raise ValueError(
+                f"memory_bytes={memory_bytes} ({human(memory_bytes)}) leaves room for {max(pages, 0)} pages beside the state "
+                f"of {max_batch} requests and {snapshots} snapshots ({human(fixed)}); one request of {max_context} tokens "
+                f"needs {each} pages of {human(page)}. Give at least {human(fixed + each * page)}, or a smaller max_context, "
+                "max_batch or snapshots."
+            )
+    if pages is None:
+        pages = max_batch * each
+    chunk = chunk_of_budget(lm.config, max_context, DEFAULT_PREFILL_BYTES if prefill_bytes is None else prefill_bytes)
+    if prefill_shapes is None:
+        prefill_shapes = {(1, chunk), (max_batch, max(1, chunk // max_batch))}
+    for requests, rows in prefill_shapes:
+        if not 1 <= requests <= max_batch or not 1 <= rows:
+            raise ValueError(
+                f"The prefill shape ({requests}, {rows}) must be 1 to {max_batch} requests (max_batch) of at least 1 token."
+            )
+        if requests * rows > max(chunk, max_batch):
+            raise ValueError(
+                f"The prefill shape ({requests}, {rows}) has {requests * rows} rows, and the budget of prefill bytes allows "
+                f"{chunk}: a row of {max_context} tokens of context takes "
+                f"{human(prefill_row_bytes(lm.config, max_context))}. Give a larger prefill_bytes or a smaller shape."
+            )
+    decode_rows = {1, max_batch} if decode_rows is None else set(decode_rows)
+    if not decode_rows or min(decode_rows) < 1 or max(decode_rows) != max_batch:
+        raise ValueError(
+            f"decode_rows={sorted(decode_rows)} must be positive and end with max_batch={max_batch}: every request that "
+            "runs takes part in a burst."
+        )
+    return Sizes(
+        max_batch=max_batch,
+        max_context=max_context,
+        table_tokens=tokens,
+        cache=CacheSizes(pages, page_size, rollback),
+        prefill_shapes=tuple(sorted(prefill_shapes)),
+        decode_rows=tuple(sorted(decode_rows)),
+        steps=steps,
+        drafts=drafts,
+        snapshots=snapshots,
+        boundary=chunk if boundary is None else boundary,
+        max_rollback=max_rollback,
+    )
+
+
+def drafted_tokens(lm: Any) -> int:
+    """How many tokens the model drafts at a time. Raises as `LanguageModel.draft` does for one that does not."""
+    lm.require_drafts()
+    config = lm.config
+    spark = getattr(config, "dspark", None)
+    return getattr(config, "dspark_block_size", 1) if spark is None else spark.block_size
+
+
+def chunk_of_budget(config: Any, context: int, budget: int) -> int:
+    """The most query rows, a power of two, whose temporaries at `context` tokens of context fit in `budget` bytes.
+
+    They count the indexer's scores of every visible position, which grow with the context. ValueError where not even
+    one row fits.
+    """
+    row = prefill_row_bytes(config, context)
+    if budget < row:
+        raise ValueError(
+            f"prefill_bytes={budget} is less than one row's {row} bytes at {context} tokens of context (indexer scores and "
+            f"activations). Give at least {row}."
+        )
+    return min(1 << (budget // row).bit_length() - 1, LARGEST_CHUNK)

@@ -1,0 +1,490 @@
+"""The engine: requests come and go, every step is one of a few compiled programs."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dsa_jax.cache.requests import snapshots_of
+from dsa_jax.engine.demands import sizes_of
+from dsa_jax.engine.pages import PagePool
+from dsa_jax.engine.prefix import Prefix, PrefixCache
+from dsa_jax.engine.programs import Slots, Terms
+from dsa_jax.engine.request import Request
+from dsa_jax.sampling import Sampling
+
+STOP_IDS = 8  # how many a request may have
+ADMITTED = 8  # requests that one call of the admission program takes
+EMPTY = 0  # place of the snapshot store that holds the state of a request without tokens
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happened to a request in a step. tokens: the new ones ("tokens"). text: a sentence ("queued": why it waits;
+    "finished": what ended it)."""
+
+    id: int
+    kind: Literal["queued", "started", "tokens", "finished"]
+    tokens: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass
+class Stats:
+    """Counts since the engine was made. A hit is a request whose prompt begins with a kept prefix."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    hits: int = 0
+    reused_tokens: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    copied_pages: int = 0
+    evicted_prefixes: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompt tokens that were taken from kept prefixes."""
+        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+class Engine:
+    """Serves requests of different lengths on one model, in the order of their arrival.
+
+    A request is admitted when a row of the batch and pages for all the tokens that it may come to are free, so that one
+    that runs never has to stop for others. Prompts are processed in chunks, several at a time; between two chunks all
+    running requests decode a burst of steps in one call. States at boundaries of prompts, and at the end of requests, are
+    kept as snapshots: a later request with the same first tokens begins there.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        max_batch: int,
+        max_context: int,
+        page_size: int | None = None,
+        *,
+        pages: int | None = None,
+        memory_bytes: int | None = None,
+        prefill_bytes: int | None = None,
+        prefill_shapes: Sequence[tuple[int, int]] | None = None,
+        decode_rows: Sequence[int] | None = None,
+        steps: int = 8,
+        drafts: int = 0,
+        max_rollback: int = 0,
+        snapshots: int = 0,
+        boundary: int | None = None,
+    ):
+        """model: a LanguageModel. max_batch requests of up to max_context tokens (prompt and answer) run at once.
+
+        page_size: tokens of a page (default: the family's). The pool has `pages` pages, or what `memory_bytes` leaves beside
+        the requests' own state, or enough for max_batch requests of max_context tokens. prefill_bytes bounds the
+        temporaries of a chunk, indexer scores included; prefill_shapes, (requests, tokens) of the chunks that are compiled,
+        default to one long row and max_batch short ones. decode_rows: batch sizes of the compiled bursts, of `steps`
+        steps. drafts: tokens that the model's draft layers propose a step. max_rollback: for `rollback`. snapshots: how many
+        states are kept for reuse, those of prompts at multiples of `boundary` tokens (default: a chunk).
+        ValueError or NotImplementedError, with a sentence, for what cannot be met.
+        """
+        self.model = model
+        self.sizes = s = sizes_of(
+            model, max_batch=max_batch, max_context=max_context, page_size=page_size, pages=pages,
+            memory_bytes=memory_bytes, prefill_bytes=prefill_bytes, prefill_shapes=prefill_shapes, decode_rows=decode_rows,
+            steps=steps, drafts=drafts, max_rollback=max_rollback, snapshots=snapshots, boundary=boundary,
+        )  # fmt: skip
+        cache = model.new_cache(max_batch, s.table_tokens, s.cache)
+        self.page_tokens, self._table_width = cache.page_tokens, cache.block_table.shape[1]
+        self._pool = PagePool(s.cache.pages)
+        self._prefixes = PrefixCache(list(range(snapshots, EMPTY, -1)), self._pool)
+        self._store = snapshots_of(cache, 1 + snapshots)
+        # Copied to the device once, from one array, so that all have the layout that the programs return.
+        logits = jnp.zeros((max_batch, model.config.vocab_size), jnp.float32)
+        self._slots = Slots(cache, logits, jax.tree.map(jnp.asarray, self._terms([None] * max_batch)))
+        self._rows: list[Request | None] = [None] * max_batch
+        self._queue: deque[Request] = deque()
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._stats = Stats()
+
+    # ------------------------------------------------------------ what callers use
+
+    def add(
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        max_new_tokens: int,
+        sampling: Sampling | None = None,
+        stop_ids: Sequence[int] | None = None,
+        images: Sequence[Any] = (),
+    ) -> int:
+        """Queues a request and returns its id.
+
+        sampling: of one request (default: greedy). stop_ids: default the config's end of sequence; a stop id is the last
+        token of an answer. images: ImageSpans of the prompt. ValueError for a request that can never run: it says why.
+        """
+        prompt = np.asarray(tokens, np.int64).reshape(-1)
+        stops = (self.model.config.eos_token_id,) if stop_ids is None else tuple(stop_ids)
+        self._refuse(prompt, max_new_tokens, stops, images)
+        request = Request(
+            self._next_id, prompt.tolist(), len(prompt), max_new_tokens,
+            Sampling.of(1) if sampling is None else sampling, stops, images,
+        )  # fmt: skip
+        self._next_id += 1
+        self._requests[request.id] = request
+        self._queue.append(request)
+        return request.id
+
+    def step(self) -> list[Event]:
+        """Admits what fits, processes one chunk of prompts and one burst of decode steps; returns what happened."""
+        events = self._admit()
+        self._prefill()
+        return events + self._decode()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is left."""
+        return not self._requests
+
+    @property
+    def free_pages(self) -> int:
+        """Pages of the pool that neither a request nor a kept prefix holds."""
+        return self._pool.free
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool."""
+        return self._pool.pages
+
+    @property
+    def stats(self) -> Stats:
+        """Counts since the engine was made."""
+        return replace(self._stats, evicted_prefixes=self._prefixes.evicted)
+
+    def tokens(self, id: int) -> list[int]:
+        """Prompt and answer so far of a request that is not finished."""
+        return list(self._known(id).tokens)
+
+    def cancel(self, id: int) -> None:
+        """Ends a request; its pages are free at once. ValueError if the engine has none of that id."""
+        request = self._known(id)
+        if request.state == "queued":
+            self._queue.remove(request)
+        self._leave(request)
+
+    def rollback(self, id: int, tokens: int, then: Sequence[int] = ()) -> None:
+        """Takes back the newest tokens of a request's answer, and puts `then` in their place.
+
+        The request goes on from there: what it generated before stands. ValueError for more tokens than the answer has or
+        than max_rollback, for a request that waits, or where a shared page would have to be copied and no page is free.
+        """
+        request = self._known(id)
+        answer, most = len(request.tokens) - request.prompt_tokens, self.sizes.max_rollback
+        if request.state == "queued" or not 0 <= tokens <= min(answer, most):
+            raise ValueError(
+                f"Request {id} ({request.state}) cannot take back {tokens} tokens: it has an answer of {answer}, and the "
+                f"engine was made with max_rollback={most}."
+            )
+        if answer - tokens + len(then) >= request.max_new_tokens:
+            raise ValueError(
+                f"Request {id} would have an answer of {answer - tokens + len(then)} tokens and ends at "
+                f"{request.max_new_tokens} (max_new_tokens): put fewer in place."
+            )
+        self._check_vocabulary(np.asarray(then, np.int64), f"Request {id}, tokens put in place:")
+        kept = len(request.tokens) - tokens
+        fed = min(request.fed, kept if then else kept - 1)  # the last token has to run again, to give logits
+        self._own_pages(request, fed // self.page_tokens)
+        request.tokens = request.tokens[:kept] + [int(t) for t in then]
+        request.fed, request.state = fed, "prefill"
+        lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
+        self._slots = self.model.programs.rewind(self._slots, lengths, self._table(self._rows))
+
+    def forget_prefixes(self) -> None:
+        """Frees all kept prefixes."""
+        self._prefixes.clear()
+
+    def warm_up(self) -> None:
+        """Compiles every program that a step without images may need. No request is touched."""
+        s, nobody = self.sizes, [None]
+        programs = self.model.programs
+        self._slots = programs.admit(self._slots, self._store, *self._admission(nobody, [EMPTY]))
+        self._slots = programs.copy(self._slots, *self._copies([]))
+        for requests, rows in s.prefill_shapes:
+            self._run_prefill(nobody * requests, np.zeros((requests, rows), np.int32), np.zeros(requests, np.int32), None)
+        for requests in s.decode_rows:
+            self._run_decode(nobody * requests)
+        if s.snapshots:
+            for requests in {requests for requests, _ in s.prefill_shapes} | {1}:
+                self._keep([], requests)
+        if s.max_rollback:
+            lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
+            self._slots = programs.rewind(self._slots, lengths, self._table(self._rows))
+
+    # ------------------------------------------------------------ admission
+
+    def _refuse(self, prompt: np.ndarray, max_new_tokens: int, stops: tuple[int, ...], images: Sequence[Any]) -> None:
+        total, s = len(prompt) + max_new_tokens, self.sizes
+        if not len(prompt):
+            raise ValueError("The prompt is empty: give at least one token, such as the begin-of-sequence id.")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
+        if len(stops) > STOP_IDS:
+            raise ValueError(f"{len(stops)} stop ids were given; a request may have {STOP_IDS}.")
+        if total > s.max_context:
+            raise ValueError(
+                f"Prompt of {len(prompt)} tokens with max_new_tokens={max_new_tokens} comes to {total} tokens, and the "
+                f"engine was made for max_context={s.max_context}. Shorten one of them, or make a larger engine."
+            )
+        if self._pages_of(total) > self.pages:
+            raise ValueError(
+                f"A request of {total} tokens needs {self._pages_of(total)} pages of {self.page_tokens} tokens, and the pool "
+                f"has {self.pages} in all. Shorten it, or make an engine with a larger pool."
+            )
+        self._check_vocabulary(prompt, "The prompt")
+        self.model.check_images(prompt, images, "The prompt")
+
+    def _check_vocabulary(self, tokens: np.ndarray, what: str) -> None:
+        self.model.check_vocabulary(tokens, what)
+
+    def _pages_of(self, tokens: int) -> int:
+        """Pages for `tokens` tokens and the drafted ones that are checked behind them."""
+        return -(-(tokens + self.sizes.drafts) // self.page_tokens)
+
+    def _admit(self) -> list[Event]:
+        """Moves requests from the queue into the batch, in order, as long as they fit."""
+        events, admitted, places, copies = [], [], [], []
+        while self._queue:
+            request = self._queue[0]
+            reason = self._place(request, places, copies)
+            if reason:
+                if not request.waiting_said:
+                    request.waiting_said = True
+                    events.append(Event(request.id, "queued", text=reason))
+                break
+            self._queue.popleft()
+            admitted.append(request)
+            events.append(Event(request.id, "started"))
+        self._copy(copies)
+        for first in range(0, len(admitted), ADMITTED):
+            part = slice(first, first + ADMITTED)
+            self._slots = self.model.programs.admit(self._slots, self._store, *self._admission(admitted[part], places[part]))
+        return events
+
+    def _place(self, request: Request, places: list[int], copies: list[tuple[int, int]]) -> str:
+        """Gives `request` a row and pages and appends where its state comes from; or says why it has to wait."""
+        if None not in self._rows:
+            return (
+                f"Request {request.id} waits: all {self.sizes.max_batch} rows of the batch are taken (max_batch). It runs "
+                "when one of them ends."
+            )
+        prompt = np.asarray(request.tokens, np.int32)
+        prefix = self._prefixes.longest(prompt) if self.sizes.snapshots and not request.images else None
+        whole = 0 if prefix is None else prefix.tokens // self.page_tokens
+        needed = self._pages_of(request.most_tokens) - whole
+        if not self._prefixes.make_room(needed, prefix):
+            if prefix is not None and self._prefixes.make_room(self._pages_of(request.most_tokens)):
+                prefix, whole, needed = None, 0, self._pages_of(request.most_tokens)
+            else:
+                return (
+                    f"Request {request.id} waits: it needs {needed} pages and {self.free_pages} of {self.pages} are free. It "
+                    "runs when others end."
+                )
+        own = self._pool.allocate(needed)
+        if prefix is not None:
+            self._pool.hold(prefix.pages[:whole])
+            if whole < len(prefix.pages):  # the last page is not full: both would write to it
+                copies.append((prefix.pages[whole], own[0]))
+        request.pages = ([] if prefix is None else list(prefix.pages[:whole])) + own
+        request.fed = 0 if prefix is None else prefix.tokens
+        request.slot, request.state = self._rows.index(None), "prefill"
+        self._rows[request.slot] = request
+        places.append(EMPTY if prefix is None else prefix.place)
+        self._count_admission(request, prefix)
+        return ""
+
+    def _count_admission(self, request: Request, prefix: Prefix | None) -> None:
+        self._stats.requests += 1
+        self._stats.prompt_tokens += request.prompt_tokens
+        if prefix is not None:
+            self._stats.hits += 1
+            self._stats.reused_tokens += prefix.tokens
+
+    def _admission(self, requests: list[Request | None], places: list[int]) -> tuple[Any, ...]:
+        """Arguments of the admission program, padded to its size."""
+        size = min(ADMITTED, self.sizes.max_batch)
+        padded = requests + [None] * (size - len(requests))
+        rows = np.array([-1 if r is None else r.slot for r in padded], np.int32)
+        taken = np.array(places + [EMPTY] * (size - len(places)), np.int32)
+        return rows, taken, self._table(padded), self._terms(padded)
+
+    def _table(self, requests: Sequence[Request | None]) -> np.ndarray:
+        table = np.full((len(requests), self._table_width), -1, np.int32)
+        for row, request in zip(table, requests, strict=True):
+            if request is not None:
+                row[: len(request.pages)] = request.pages
+        return table
+
+    def _terms(self, requests: Sequence[Request | None]) -> Terms:
+        nobody = Sampling.of(1)
+        samplings = [nobody if r is None else r.sampling for r in requests]
+        stops = np.full((len(requests), STOP_IDS), -1, np.int32)
+        for row, request in zip(stops, requests, strict=True):
+            if request is not None:
+                row[: len(request.stop_ids)] = request.stop_ids
+        return Terms(
+            temperature=np.concatenate([np.asarray(s.temperature, np.float32) for s in samplings]),
+            top_k=np.concatenate([np.asarray(s.top_k, np.int32) for s in samplings]),
+            top_p=np.concatenate([np.asarray(s.top_p, np.float32) for s in samplings]),
+            key=np.concatenate([np.asarray(jax.random.key_data(s.key)) for s in samplings]),
+            stop_ids=stops,
+            limit=np.array([0 if r is None else r.most_tokens - 1 for r in requests], np.int32),
+        )
+
+    # ------------------------------------------------------------ steps
+
+    def _prefill(self) -> None:
+        """One chunk of as many waiting prompts as the shape takes that moves most tokens."""
+        waiting = sorted((r for r in self._rows if r is not None and r.state == "prefill"), key=lambda r: r.id)
+        if not waiting:
+            return
+        left = [self._next_boundary(r) - r.fed for r in waiting]
+
+        def moved(shape: tuple[int, int]) -> tuple[int, int]:
+            requests, rows = shape
+            return sum(min(n, rows) for n in left[:requests]), -requests * rows
+
+        requests, rows = max(self.sizes.prefill_shapes, key=moved)
+        chosen = waiting[:requests]
+        tokens, count = np.zeros((requests, rows), np.int32), np.zeros(requests, np.int32)
+        for i, (request, n) in enumerate(zip(chosen, left, strict=False)):
+            count[i] = min(n, rows)
+            tokens[i, : count[i]] = request.tokens[request.fed : request.fed + count[i]]
+        image = None
+        if any(request.images for request in chosen):
+            idle = requests - len(chosen)
+            image = self.model.image_rows(
+                [r.images for r in chosen] + [()] * idle, [r.fed for r in chosen] + [0] * idle, rows
+            )
+        self._run_prefill(chosen + [None] * (requests - len(chosen)), tokens, count, image)
+        kept = []
+        for request, n in zip(chosen, count, strict=False):
+            request.fed += int(n)
+            self._stats.prefill_tokens += int(n)
+            if request.fed == self._next_boundary(request, reached=True):
+                kept.append(request)
+            if request.fed == len(request.tokens):
+                request.state = "decode"
+        self._keep(kept, requests)
+
+    def _next_boundary(self, request: Request, reached: bool = False) -> int:
+        """Where the request's chunk has to end: its prompt's end, or before that the next boundary that is kept.
+
+        reached: the boundary where it stands, if it stands at one.
+        """
+        end = len(request.tokens)
+        if not self.sizes.snapshots or request.images:
+            return end
+        step = self.sizes.boundary
+        return min(end, -(-request.fed // step) * step if reached else (request.fed // step + 1) * step)
+
+    def _decode(self) -> list[Event]:
+        """A burst of decode steps of all requests whose prompt is processed."""
+        running = [r for r in self._rows if r is not None and r.state == "decode"]
+        if not running:
+            return []
+        size = next(n for n in self.sizes.decode_rows if n >= len(running))
+        padded = list(self._rows) if size == self.sizes.max_batch else running + [None] * (size - len(running))
+        padded = [r if r is not None and r.state == "decode" else None for r in padded]
+        with jax.transfer_guard_device_to_host("disallow"):
+            out = self._run_decode(padded)
+        events, ended = [], []
+        for request, row in zip(padded, np.asarray(out), strict=True):
+            if request is None:
+                continue
+            new = tuple(row[row >= 0].tolist())
+            request.tokens += new
+            self._stats.decode_tokens += len(new)
+            events.append(Event(request.id, "tokens", new))
+            reason = self._end_of(request)
+            request.fed = len(request.tokens) - bool(reason)
+            if reason:
+                ended.append(request)
+                events.append(Event(request.id, "finished", text=reason))
+        for request in ended:
+            if self.sizes.snapshots and not request.images:
+                self._keep([request], 1)
+            self._leave(request)
+        return events
+
+    def _end_of(self, request: Request) -> str:
+        if request.tokens[-1] in request.stop_ids:
+            return f"Token {request.tokens[-1]} is a stop id."
+        if len(request.tokens) == request.most_tokens:
+            return f"The answer has max_new_tokens={request.max_new_tokens} tokens."
+        return ""
+
+    def _run_prefill(self, requests: Sequence[Request | None], tokens: np.ndarray, count: np.ndarray, image: Any) -> None:
+        rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
+        self._slots = self.model.programs.prefill(self.model.leaves, self._slots, rows, tokens, count, image)
+
+    def _run_decode(self, requests: Sequence[Request | None]) -> jax.Array:
+        rows = None
+        if len(requests) < self.sizes.max_batch:
+            rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
+        active = np.array([r is not None for r in requests])
+        self._slots, tokens = self.model.programs.decode(
+            self.model.leaves, self._slots, rows, active, steps=self.sizes.steps, drafts=self.sizes.drafts
+        )
+        return tokens
+
+    # ------------------------------------------------------------ pages
+
+    def _keep(self, requests: list[Request], size: int) -> None:
+        """Keeps the state of requests that stand at a boundary, by the program for up to `size` of them."""
+        if not self.sizes.snapshots:
+            return
+        rows, places = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
+        for i, request in enumerate(requests):
+            place = self._prefixes.keep(request.held(), request.pages[: -(-request.fed // self.page_tokens)])
+            if place is not None:
+                rows[i], places[i] = request.slot, place
+        self._store = self.model.programs.keep(self._store, places, self._slots, rows)
+
+    def _leave(self, request: Request) -> None:
+        """Forgets `request` and frees its row and pages."""
+        del self._requests[request.id]
+        if request.slot >= 0:
+            self._rows[request.slot] = None
+            self._pool.release(request.pages)
+
+    def _own_pages(self, request: Request, first: int) -> None:
+        """Copies pages first, first + 1, .. of the request that others hold too, so that it may write them."""
+        shared = [i for i in range(first, len(request.pages)) if self._pool.is_shared(request.pages[i])]
+        while not self._prefixes.make_room(len(shared)):
+            raise ValueError(
+                f"Request {request.id} shares {len(shared)} pages that it would have to copy, and {self.free_pages} are "
+                "free. Try again when another request has ended."
+            )
+        shared = [i for i in shared if self._pool.is_shared(request.pages[i])]  # making room may have freed the others' hold
+        copies = []
+        for i, page in zip(shared, self._pool.allocate(len(shared)), strict=True):
+            copies.append((request.pages[i], page))
+            self._pool.release([request.pages[i]])
+            request.pages[i] = page
+        self._copy(copies)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        self._stats.copied_pages += len(copies)
+        for first in range(0, len(copies), self.sizes.max_batch):
+            part = copies[first : first + self.sizes.max_batch]
+            self._slots = self.model.programs.copy(self._slots, *self._copies(part))
+
+    def _copies(self, copies: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+        pairs = np.array(copies + [(-1, -1)] * (self.sizes.max_batch - len(copies)), np.int32)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _known(self, id: int) -> Request:
+        if id not in self._requests:
+            raise ValueError(f"The engine has no request {id}: it was never added, has finished or was cancelled.")
+        return self._requests[id]
