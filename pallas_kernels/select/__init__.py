@@ -12,7 +12,7 @@ from pallas_kernels import blocks, checks
 from pallas_kernels.candidate_logits import Candidates, candidate_logits, candidate_positions
 from pallas_kernels.indexer_logits import check_paged, paged_indexer_logits
 from pallas_kernels.records import PagedRows
-from pallas_kernels.top_k import candidate_blocks, top_k
+from pallas_kernels.top_k import top_k, top_k_and_candidate_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -74,13 +74,13 @@ def select(
         scores = paged_indexer_logits(
             q, keys, weights, context_lens=lengths, block_table=table, rounding=rounding, implementation=implementation
         )
-        indices, counts = top_k(scores, k, lengths=lengths, implementation=implementation)
         if candidate_topk_blocks is None:
-            return Selection(indices, counts, None)
-        chosen = candidate_blocks(
-            scores, lengths, candidate_topk_blocks, candidate_block_size, implementation=implementation
+            return Selection(*top_k(scores, k, lengths=lengths, implementation=implementation), None)
+        return Selection(
+            *top_k_and_candidate_blocks(
+                scores, k, lengths, candidate_topk_blocks, candidate_block_size, implementation=implementation
+            )
         )
-        return Selection(indices, counts, chosen)
 
     if candidates is None:
         width = sizes["M"] * keys.page_size

@@ -21,6 +21,10 @@ def _make_with_lengths(rows, length, key):
     return *_make(rows, length, jnp.float32, key), jnp.full((rows,), length, jnp.int32)
 
 
+def _make_with_bounds(rows, length, key):
+    return *_make(rows, length, jnp.float32, key), jnp.arange(rows, dtype=jnp.int32), jnp.full((rows,), length, jnp.int32)
+
+
 def _differing(found, expected):
     differs = functools.reduce(jnp.logical_or, [jnp.any(f != e, axis=-1) for f, e in zip(found, expected)])
     return float(jnp.mean(differs))
@@ -58,6 +62,41 @@ def _blocks(rows, length, compiled=False):
     )
 
 
+def _ranges(rows, length, k, compiled=False):
+    return Case(
+        section=SECTION,
+        shape=f"rows{rows} L{length} k{k} f32 ranges",
+        operation="top_k",
+        function="top_k",
+        make=functools.partial(_make_with_bounds, rows, length),
+        call=lambda function, scores, start, end: function(scores, k, row_start=start, row_end=end),
+        check=lambda output, scores, start, end: _differing(
+            output[:1], reference.top_k(scores, k, row_start=start, row_end=end)[:1]
+        ),
+        flops=0.0,
+        bytes=float(rows * 4 * (length + k)),
+        compiled=compiled,
+    )
+
+
+def _joint(rows, length, k, compiled=False):
+    width = min(BLOCKS, length // BLOCK_SIZE)
+    return Case(
+        section="Top-k and candidate blocks from one read",
+        shape=f"rows{rows} L{length} k{k} blocks{width} f32",
+        operation="top_k",
+        function="top_k_and_candidate_blocks",
+        make=functools.partial(_make_with_lengths, rows, length),
+        call=lambda function, scores, lengths: function(scores, k, lengths, BLOCKS, BLOCK_SIZE),
+        check=lambda output, scores, lengths: _differing(
+            output[::2], reference.top_k_and_candidate_blocks(scores, k, lengths, BLOCKS, BLOCK_SIZE)[::2]
+        ),
+        flops=0.0,
+        bytes=float(rows * 4 * (length + k + width)),
+        compiled=compiled,
+    )
+
+
 CASES = (
     _rows(1, 8192, 2048),
     _rows(1, 65536, 2048),
@@ -83,4 +122,7 @@ CASES = (
     _rows(2048, 131072, 2048, compiled=True),
     _blocks(32, 131072, compiled=True),
     _blocks(2048, 131072),
+    _ranges(4096, 16384, 512, compiled=True),
+    _joint(32, 131072, 512, compiled=True),
+    _joint(2048, 131072, 512, compiled=True),
 )

@@ -14,9 +14,13 @@ from pallas_kernels.top_k import program
 from pallas_kernels.top_k.lanes import Emitter
 from pallas_kernels.top_k.simulator import Simulator
 
-def run(scores, lengths, plan: program.Plan) -> list:
-    """The int32 output rows of `plan`, [rows, width] each, for `scores` [rows, length] and `lengths` [rows] or None."""
-    inputs = [scores] if lengths is None else [scores, lengths.astype(jnp.int32)]
+
+def run(scores, lengths, plan: program.Plan, starts=None) -> list:
+    """The int32 output rows of `plan`, [rows, width] each, for `scores` [rows, length].
+
+    `lengths` and `starts` int32 [rows] or None: where rows end and begin, both counted from their first score.
+    """
+    inputs = [scores, *(array for array in (lengths, starts) if array is not None)]
     if mosaic.is_interpreted():
         shapes = [jax.ShapeDtypeStruct((scores.shape[0], width), jnp.int32) for _, width in plan.outputs()]
         thread = _thread_with_subnormals()
@@ -34,7 +38,12 @@ def _thread_with_subnormals():
     return thread
 
 
-def _compiled(plan, scores, *lengths):
+def _bounds(plan):
+    """Names of the inputs that follow the scores."""
+    return ["lengths"] * plan.has_lengths + ["starts"] * plan.has_starts
+
+
+def _compiled(plan, scores, *bounds):
     rows, length = scores.shape
     outputs = plan.outputs()
     names = [*plan.shared()]
@@ -42,8 +51,8 @@ def _compiled(plan, scores, *lengths):
     def body(*refs):
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def emit(_, scores_ref, *refs):
-            globals_ = {"lengths": (refs[0], 1)} if lengths else {}
-            refs = refs[len(lengths) :]
+            globals_ = {name: (ref, 1) for name, ref in zip(_bounds(plan), refs)}
+            refs = refs[len(bounds) :]
             globals_ |= {name: (ref, width) for (name, width), ref in zip(outputs, refs)}
             machine = Emitter(
                 threads=plan.threads,
@@ -71,23 +80,24 @@ def _compiled(plan, scores, *lengths):
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in plan.shared().values()],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(scores, *lengths)
+    )(scores, *bounds)
     return [array.reshape(rows, width) for array, (_, width) in zip(found, outputs)]
 
 
-def _simulate(plan, scores, *lengths):
+def _simulate(plan, scores, *bounds):
     scores = np.asarray(scores)
     rows, length = scores.shape
     flat = scores.astype(np.float32).reshape(-1)
     globals_ = {name: (np.zeros(rows * width, np.int32), width) for name, width in plan.outputs()}
-    if lengths:
-        globals_["lengths"] = np.asarray(lengths[0]), 1
+    globals_ |= {name: (np.asarray(array), 1) for name, array in zip(_bounds(plan), bounds)}
     for row in range(rows):
+        start = int(np.clip(globals_["starts"][0][row], 0, length)) if plan.has_starts else 0
         machine = Simulator(
             threads=plan.threads,
             blocks=plan.blocks,
             row=row,
-            scores=(flat, row * length, plan.vector),
+            scores=(flat, row * length + start, plan.vector),
+            start=start,
             globals_=globals_,
             shared=plan.shared(),
         )

@@ -154,7 +154,8 @@ class Machine:
 class Emitter(Machine):
     """Writes the program into the Mosaic GPU kernel that is being lowered.
 
-    `scores` and the global references are memrefs; `shared` maps names to shared-memory memrefs of int32.
+    `scores` and the global references are memrefs; `shared` maps names to shared-memory memrefs of int32. With a global
+    "starts" the row begins at its start, taken into the row: `start`.
     """
 
     def __init__(self, *, threads, blocks, block, scores, row_elements, element_bytes, globals_, shared):
@@ -172,9 +173,14 @@ class Emitter(Machine):
         self.rank = block - self.row * blocks  # blocks of a cluster are neighbours in the grid
         self._element_bytes = element_bytes
         self._row_start = arith.muli(arith.extui(self._i64, self.row.raw), self._wide(row_elements))
-        self._scores = self._row_base(scores, row_elements, element_bytes)
         self._globals = {name: (mgpu_utils.memref_ptr(ref), width) for name, (ref, width) in globals_.items()}
         self._shared = {name: mgpu_utils.memref_ptr(ref) for name, ref in shared.items()}
+        aligned = row_elements % (16 // element_bytes) == 0
+        if "starts" in globals_:
+            self.start = self.maximum(self.minimum(self.load_global("starts", 0), row_elements), 0)
+            self._row_start = arith.addi(self._row_start, arith.extui(self._i64, self.start.raw))
+            aligned = False
+        self._scores = self._row_base(scores, aligned, element_bytes)
 
     # Values.
     def _value(self, raw, kind):
@@ -254,11 +260,11 @@ class Emitter(Machine):
         return self.constant(ALL_LANES, "i").raw
 
     # Memory.
-    def _row_base(self, ref, row_elements, element_bytes):
+    def _row_base(self, ref, aligned, element_bytes):
         """First 16-byte boundary at or before the row's start; `self.head` counts the elements between the two."""
         elements = 16 // element_bytes
         start = arith.trunci(self._i32, self._row_start)
-        self.head = self._value(start, "i") & (elements - 1) if row_elements % elements else self.i32(0)
+        self.head = self.i32(0) if aligned else self._value(start, "i") & (elements - 1)
         first = arith.subi(self._row_start, arith.extui(self._i64, self.head.raw))
         i8 = ir.IntegerType.get_signless(8)
         return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [arith.muli(first, self._wide(element_bytes))], i8)
@@ -273,6 +279,14 @@ class Emitter(Machine):
         if self._element_bytes == 4:
             return [self.float_of(word) for word in words]
         return [self.float_of(half) for word in words for half in (word << 16, word & 0xFFFF0000)]
+
+    def prefetch(self, index, amount):
+        """Asks the L2 cache for `amount` of the row's vectors, from number `index` on."""
+        offset = arith.shli(arith.extui(self._i64, index.raw), self._wide(4))
+        pointer = mgpu_utils.getelementptr(self._scores, [offset], ir.IntegerType.get_signless(8))
+        text = "cp.async.bulk.prefetch.L2.global [$0], $1;"
+        address = llvm.ptrtoint(self._i64, pointer)
+        self._asm(ir.Type.parse("!llvm.void"), text, "l,r", address, (amount << 4).raw, effects=True)
 
     def _extract(self, value, element):
         position = ir.DenseI64ArrayAttr.get([element])

@@ -12,12 +12,17 @@ from pallas_kernels.top_k import kernel
 from pallas_kernels.top_k.program import SHARED_MEMORY, Selection
 
 
-def top_k(plan_for, scores, k, *, lengths=None, order="position", return_scores=False):
+def top_k(
+    plan_for, scores, k, *, lengths=None, row_start=None, row_end=None, order="position", return_scores=False
+):  # fmt: skip
     """`pallas_kernels.top_k` by the kernel."""
-    positions, counts = _select(plan_for, scores, lengths, (Selection(k, 0),))
+    positions, counts = _select(plan_for, scores, lengths if row_end is None else row_end, (Selection(k, 0),), row_start)
     if order == "position" and not return_scores:
         return positions, counts
-    best = jnp.take_along_axis(scores.astype(jnp.float32), jnp.maximum(positions, 0), axis=-1)
+    columns = jnp.maximum(positions, 0)
+    if row_start is not None:
+        columns = jnp.minimum(columns + jnp.maximum(row_start, 0)[..., None], scores.shape[-1] - 1)
+    best = jnp.take_along_axis(scores, columns, axis=-1).astype(jnp.float32)
     best = jnp.where(positions < 0, -jnp.inf, best)
     if order == "score":
         positions, best = _by_score(positions, best)
@@ -30,8 +35,8 @@ def candidate_blocks(plan_for, scores, lengths, topk_blocks, block_size):
     return _select(plan_for, scores, lengths, (blocks,))[0]
 
 
-def top_k_and_candidate_blocks(plan_for, scores, lengths, k, topk_blocks, block_size):
-    """(positions, counts, block ids) of `top_k` and `candidate_blocks`, from one read of the scores."""
+def top_k_and_candidate_blocks(plan_for, scores, k, lengths, topk_blocks, block_size):
+    """`pallas_kernels.top_k_and_candidate_blocks` by the kernel, from one read of the scores."""
     blocks = _blocks(scores, topk_blocks, block_size)
     positions, counts, ids, _ = _select(plan_for, scores, lengths, (Selection(k, 0), blocks))
     return positions, counts, ids
@@ -71,7 +76,7 @@ def _element_bytes(scores):
     return scores.dtype.itemsize
 
 
-def _select(plan_for, scores, lengths, selections):
+def _select(plan_for, scores, lengths, selections, starts=None):
     """Outputs [..., width] of the kernel (counts [...]) for scores [..., L]; the selections' capacities are open."""
     *shape, length = scores.shape
     rows = math.prod(shape)
@@ -81,7 +86,7 @@ def _select(plan_for, scores, lengths, selections):
         )
     if length >= 2**30:
         raise NotImplementedError(f"rows of {length} scores are not carried: the kernel's positions end at 2^30.")
-    plan = plan_for(rows, length, _element_bytes(scores), selections, lengths is not None)
+    plan = plan_for(rows, length, _element_bytes(scores), selections, lengths is not None, starts is not None)
     if plan.shared_bytes() > SHARED_MEMORY:
         raise NotImplementedError(
             f"k={[s.k for s in plan.selections]} is not carried for rows of {length}: its lists take "
@@ -89,6 +94,7 @@ def _select(plan_for, scores, lengths, selections):
         )
     # Positions stay int32 and rows are one axis, so that nothing depends on how the batch is shaped.
     flat = lax.reshape(scores, (rows, length))
-    found = kernel.run(flat, None if lengths is None else lengths.reshape(rows), plan)
+    lengths, starts = (None if array is None else array.reshape(rows) for array in (lengths, starts))
+    found = kernel.run(flat, lengths, plan, starts)
     widths = [() if i % 2 else array.shape[1:] for i, array in enumerate(found)]  # positions and counts take turns
     return [array.reshape(*shape, *width) for array, width in zip(found, widths)]

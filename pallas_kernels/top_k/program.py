@@ -26,10 +26,10 @@ MARGIN = 4.0  # standard deviations by which a guess keeps more than the k score
 BEST_OF_BLOCK = 1.5  # high scores per block that has any, taken for granted when blocks are guessed from scores
 SAMPLED_BITS = 27  # the sample's histogram spans this many bits of the key below its maximum: 16 powers of 2
 
-# Words of shared memory that the block agrees through. The first three exist once per selection; LISTED is what the
-# other blocks may read while COUNT goes on.
-COUNT, FULL, LISTED, BIN, ABOVE, AMOUNT, HIGH, LOW = 0, 2, 4, 6, 7, 8, 9, 10
-WORDS = 12
+# Words of shared memory that the block agrees through. All but the last two exist once per selection; LISTED is what
+# the other blocks may read while COUNT goes on.
+COUNT, FULL, LISTED, BIN, ABOVE, AMOUNT, HIGH, LOW = 0, 2, 4, 6, 8, 10, 12, 13
+WORDS = 14
 UNROLLED = 4  # entries of a list that a lane reads at once
 SHARED_MEMORY = 227 * 1024  # bytes a block may have, on both chips
 ALLOCATED = 1024  # bytes that every array of shared memory is rounded up to
@@ -47,7 +47,9 @@ class Selection:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel's static shape: rows of `length` elements, `threads` a block, `blocks` a row, `vectors` of 16 bytes that
-    a thread has in flight; `samples` vectors that a thread samples (0: no guess)."""
+    a thread has in flight; `samples` vectors that a thread samples (0: no guess). With `has_starts` positions count from
+    a start of the row's own, and its length from 0. `prefetch`: vectors at the start of a block's slice that the L2
+    cache fetches while the sample is looked at."""
 
     length: int
     element_bytes: int
@@ -57,6 +59,8 @@ class Plan:
     samples: int
     selections: tuple[Selection, ...]
     has_lengths: bool
+    has_starts: bool = False
+    prefetch: int = 0
 
     def __post_init__(self):
         if self.blocks - 1 > self.warps:
@@ -65,12 +69,17 @@ class Plan:
             appended = 32 * self.vectors * (self.vector if not selection.group else 1)
             if selection.capacity < selection.k + appended:
                 raise ValueError(f"{selection} cannot hold {appended} entries of a warp beyond its k best.")
-            if selection.group and (self.length % self.vector or selection.group & (selection.group - 1)):
+            if selection.group and (self.unaligned or selection.group & (selection.group - 1)):
                 raise ValueError(f"{selection} needs rows of whole vectors and a power of 2 as its group.")
 
     @property
     def vector(self) -> int:
         return 16 // self.element_bytes
+
+    @property
+    def unaligned(self) -> bool:
+        """Whether a row may start inside a vector."""
+        return self.has_starts or self.length % self.vector != 0
 
     @property
     def bins(self) -> int:
@@ -138,7 +147,8 @@ class _Row:
         self.m, self.plan = m, plan
         n = m.i32(plan.length)
         if plan.has_lengths:
-            n = m.maximum(m.minimum(m.load_global("lengths", 0), plan.length), 0)
+            end = m.minimum(m.load_global("lengths", 0), plan.length)
+            n = m.maximum(end - m.start if plan.has_starts else end, 0)
         self.n = n
         log = _log2(plan.vector)
         self.vectors = m.select(n > 0, (n + m.head + (plan.vector - 1)) >> log, m.i32(0))
@@ -152,6 +162,10 @@ class _Row:
 
     def run(self):
         m, plan = self.m, self.plan
+        if plan.prefetch:
+            amount = m.minimum(self.end - self.begin, plan.prefetch)
+            with m.when((m.tid == 0) & (amount > 0)):
+                m.prefetch(self.begin, amount)
         with m.when(m.tid < WORDS):
             m.store("words", m.tid, m.select((m.tid == FULL) | (m.tid == FULL + 1), m.i32(NONE), m.i32(0)))
         for quad in range(plan.quads):
@@ -258,7 +272,7 @@ class _Row:
             position = index * plan.vector - m.head
             for e, x in enumerate(m.load_vector(index)):
                 inside = x >= -FLOAT32_MAX
-                if plan.has_lengths or plan.length % plan.vector:
+                if plan.has_lengths or plan.unaligned:
                     inside = inside & (position + e >= 0) & (position + e < self.n)
                 keys.append(m.select(inside, self.key(x), m.i32(0)))
         high = keys[0]
@@ -267,8 +281,8 @@ class _Row:
         high = m.warp_reduce("umax", high)
         with m.when(m.lane == 0):
             m.atomic("max", "words", HIGH, high)
-        with m.when(m.tid == 0):
-            m.store("words", BIN, NONE)
+        with m.when(m.tid < len(plan.selections)):
+            m.store("words", m.tid + BIN, NONE)
         m.barrier()
         high = m.load("words", HIGH)
         low = m.binary("umax", high, m.i32(2**SAMPLED_BITS)) - (2**SAMPLED_BITS - 1)
@@ -277,20 +291,17 @@ class _Row:
             with m.when(m.unsigned("ge", key, low)):
                 m.atomic("add", "hist", (key - low) >> shift, 1)
         m.barrier()
-        ats = []
-        for s, selection in enumerate(plan.selections):
+        ranks = []
+        for selection in plan.selections:
             wanted = selection.k * (BEST_OF_BLOCK if selection.group else 1.0)
             expected = m.binary("div", m.constant(wanted * sampled, "f"), m.as_float(self.vectors))
-            rank = m.as_int(expected + m.square_root(expected) * MARGIN + MARGIN)
-            found, *_ = self.find(rank, last=s + 1 == len(plan.selections))
+            ranks.append(m.as_int(expected + m.square_root(expected) * MARGIN + MARGIN))
+        ats = []
+        for found, *_ in self.find(*ranks):
             key = m.binary("umax", low + (found << shift), m.i32(LOWEST_KEY))
             known = found != NONE
             ats.append(m.select(known, self.score(key), m.constant(-FLOAT32_MAX, "f")))
             high = m.select(known, high, m.i32(0))
-            if s + 1 < len(plan.selections):
-                m.barrier()  # every lane has read what was found
-                with m.when(m.tid == 0):
-                    m.store("words", BIN, NONE)
         return [*ats, high]
 
     def fill(self, floors, source):
@@ -350,6 +361,7 @@ class _Row:
         stride = plan.threads * plan.vectors
         last = self.end - 1
         log = _log2(plan.vector)
+        newest = {s.group: self.newest_block(s.group) for s in plan.selections if s.group}
 
         def group(j):
             first = self.begin + j * stride + m.tid
@@ -368,20 +380,29 @@ class _Row:
                 return kept
 
             ragged = indices[-1] >= last
-            if plan.length % plan.vector:
+            if plan.unaligned:
                 ragged = ragged | (first == 0)
             xs = m.choose(ragged, masked, loaded)
             return [
-                self.block_maxima(xs, indices, selection.group) if selection.group else (xs, positions, starts[0])
+                self.block_maxima(xs, indices, selection.group, newest[selection.group])
+                if selection.group
+                else (xs, positions, starts[0])
                 for selection in plan.selections
             ]
 
         return m.divide(self.end - self.begin + (stride - 1), stride), group
 
-    def block_maxima(self, xs, indices, group):
+    def newest_block(self, group):
+        """The row's newest block of `group` vectors if it lies in the slice, else -1: lanes beyond the end of another
+        slice come upon it too, and would list it twice."""
+        m = self.m
+        newest = m.arithmetic_shift(self.n - 1, _log2(group * self.plan.vector))
+        first = newest * group
+        return m.select((first >= self.begin) & (first < self.end), newest, m.i32(-1))
+
+    def block_maxima(self, xs, indices, group, newest):
         """Maxima of blocks of `group` vectors, and their ids. NaN in the lanes that do not own one."""
         m, plan = self.m, self.plan
-        newest = m.arithmetic_shift(self.n - 1, _log2(group * plan.vector))
         owned = (m.lane & (group - 1)) == 0
         largest, nothing = m.constant(FLOAT32_MAX, "f"), m.float_of(m.i32(NONE))
         maxima, ids = [], []
@@ -554,7 +575,7 @@ class _Row:
 
             self.for_entries(s, count, count_one)
             m.barrier()
-            found, above, amount = self.find(need)
+            (found, above, amount), *_ = self.find(need)
             need = need - above
             beyond = topless & (found == plan.bins - 1)
             start = low + (found << shift)
@@ -574,27 +595,27 @@ class _Row:
         _, _, by_position, low, _, _, at = m.repeat(lambda running, *_: running, turn, start)
         return at, m.select(by_position, ~low, m.i32(NONE))
 
-    def find(self, need, last=True):
-        """(bin that holds the `need`-th entry counted from the highest bin down, entries above that bin, entries in
-        it). The histogram and the extremes are 0 again afterwards, if this is the last search in them."""
+    def find(self, *needs):
+        """For every `need` (bin that holds the `need`-th entry counted from the highest bin down, entries above that
+        bin, entries in it). The histogram and the extremes are 0 again afterwards."""
         m, plan = self.m, self.plan
         mine = (m.i32(plan.threads - 1) - m.tid) * 4
         amounts = m.load4("hist", mine)
         above, _ = self.before(_sum(amounts))
         for e in (3, 2, 1, 0):
             upto = above + amounts[e]
-            with m.when((above < need) & (upto >= need)):
-                m.store("words", BIN, mine + e)
-                m.store("words", ABOVE, above)
-                m.store("words", AMOUNT, amounts[e])
+            for i, need in enumerate(needs):
+                with m.when((above < need) & (upto >= need)):
+                    m.store("words", BIN + i, mine + e)
+                    m.store("words", ABOVE + i, above)
+                    m.store("words", AMOUNT + i, amounts[e])
             above = upto
-        if last:
-            m.store4("hist", mine, [0] * 4)
-            with m.when(m.tid == 0):
-                m.store("words", HIGH, 0)
-                m.store("words", LOW, 0)
+        m.store4("hist", mine, [0] * 4)
+        with m.when(m.tid == 0):
+            m.store("words", HIGH, 0)
+            m.store("words", LOW, 0)
         m.barrier()
-        return m.load("words", BIN), m.load("words", ABOVE), m.load("words", AMOUNT)
+        return [tuple(m.load("words", word + i) for word in (BIN, ABOVE, AMOUNT)) for i in range(len(needs))]
 
     def before(self, value):
         """(sum of `value` over the lower lanes of the block, over all of them). Has one barrier."""

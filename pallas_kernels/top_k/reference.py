@@ -15,14 +15,20 @@ LAST = jnp.iinfo(jnp.int32).max
 
 
 @functools.partial(jax.jit, static_argnames=("k", "order", "return_scores"))
-def top_k(scores, k, *, lengths=None, order="position", return_scores=False):
+def top_k(scores, k, *, lengths=None, row_start=None, row_end=None, order="position", return_scores=False):
     key = _key(scores)
+    columns = jnp.arange(key.shape[-1], dtype=jnp.int32)
     if lengths is not None:
-        key = jnp.where(jnp.arange(key.shape[-1]) < lengths[..., None], key, -jnp.inf)
+        key = jnp.where(columns < lengths[..., None], key, -jnp.inf)
+    if row_start is not None:
+        row_start = jnp.maximum(row_start, 0)[..., None]
+        key = jnp.where((columns >= row_start) & (columns < row_end[..., None]), key, -jnp.inf)
     width = min(k, key.shape[-1])
     best, positions = lax.top_k(key, width)
     valid = best != -jnp.inf
     counts = jnp.sum(valid, axis=-1, dtype=jnp.int32)
+    if row_start is not None:
+        positions = positions - row_start
     positions, best = _ordered(jnp.where(valid, positions, LAST), best, order, return_scores)
     padding = [(0, 0)] * (positions.ndim - 1) + [(0, k - width)]
     positions = jnp.pad(positions, padding, constant_values=-1)
@@ -50,6 +56,10 @@ def candidate_blocks(scores, lengths, topk_blocks, block_size):
     others, _ = top_k(jnp.where(jnp.arange(blocks) == newest, -jnp.inf, best), width - 1)
     ids = jnp.concatenate([others, newest], axis=-1)
     return _ordered(jnp.where(ids < 0, LAST, ids), None, "position", False)[0]
+
+
+def top_k_and_candidate_blocks(scores, k, lengths, topk_blocks, block_size):
+    return *top_k(scores, k, lengths=lengths), candidate_blocks(scores, lengths, topk_blocks, block_size)
 
 
 @functools.partial(jax.jit, static_argnames=("k", "order"))

@@ -42,9 +42,9 @@ class Simulator(Machine):
     wrote, an index out of bounds and a race (`Race`) are errors.
     """
 
-    def __init__(self, *, threads, blocks, row, scores, globals_, shared):
+    def __init__(self, *, threads, blocks, row, scores, globals_, shared, start=0):
         """`scores` is the row's [L] array inside its whole flat array: (flat float32 array, first element, elements of
-        a vector); `globals_` maps names to (array, width); `shared` maps names to word counts."""
+        a vector); the first element is number `start` of the row; `globals_` maps names to (array, width); `shared` maps names to word counts."""
         self.threads, self.blocks = threads, blocks
         self._lanes = threads * blocks
         everyone = np.arange(self._lanes, dtype=np.uint32)
@@ -54,9 +54,10 @@ class Simulator(Machine):
         self.lane, self.warp = self.tid & 31, self.tid >> 5
         self.rank = Value(self, self._block, "i")
         self.row = self.i32(row)
-        self._flat, start, self._vector = scores
-        self._base = start - start % self._vector
-        self.head = self.i32(start % self._vector)
+        self._flat, first, self._vector = scores
+        self.start = self.i32(start)
+        self._base = first - first % self._vector
+        self.head = self.i32(first % self._vector)
         self._globals, self._row = globals_, row
         self._shared = {name: _Shared(blocks, words) for name, words in shared.items()}
         self._block_time = np.zeros(self._lanes, np.int64)
@@ -187,6 +188,13 @@ class Simulator(Machine):
             values = np.where(inside, self._flat[np.where(inside, first + e, 0)], np.float32(np.nan))
             out.append(Value(self, values, "f"))
         return out
+
+    def prefetch(self, index, amount):
+        last = index.raw.astype(np.int64) + amount.raw - 1
+        for number in (index.raw.astype(np.int64)[self._mask], last[self._mask]):
+            first = self._base + number * self._vector
+            if ((first < 0) | (first >= self._flat.size)).any():
+                raise IndexError("vectors of scores are fetched from outside the array.")
 
     def load_global(self, name, index):
         array, width = self._globals[name]
