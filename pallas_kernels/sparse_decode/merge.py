@@ -1,0 +1,73 @@
+"""Parts of rows combined into rows, in place, on Hopper and Blackwell: one warpgroup per head of a row."""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.sparse_attention.online_softmax import START
+
+_TOGETHER = 8  # parts that are read at once
+_BLOCKS = 8 * mosaic.CORES
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def combine(out, lse, outs, lses, sink, schedule):
+    """`out` [T * H, V] and `lse` [T * H] with the rows in parts filled in from outs [P * H, V] and lses [P * H].
+
+    outs are normalised, float32; lses natural logarithms, -inf for a part that had nothing. The sink [H] enters here.
+    """
+    heads, values = sink.shape[0], out.shape[1]
+    layout = plgpu.Layout.WG_STRIDED((values,), vec_size=values // 128)
+
+    def body(outs_ref, lses_ref, sink_ref, merged_ref, count_ref, out_ref, lse_ref):
+        block = lax.axis_index("block")
+
+        def item(i, _):
+            number = block + i * _BLOCKS
+            entry, head = number // heads, lax.rem(number, heads)
+            row, first, count = (merged_ref[entry, k] for k in range(3))
+            rounds = (count + _TOGETHER - 1) // _TOGETHER
+
+            def part(turn, k):
+                index = turn * _TOGETHER + k
+                at = (first + jnp.minimum(index, count - 1)) * heads + head
+                return at, index < count
+
+            def highest(turn, high):
+                for k in range(_TOGETHER):
+                    high = jnp.maximum(high, lses_ref[part(turn, k)[0]])
+                return high
+
+            def add(turn, state):
+                acc, total = state
+                for k in range(_TOGETHER):
+                    at, there = part(turn, k)
+                    weight = jnp.where(there, jnp.exp(lses_ref[at] - high), 0.0)
+                    value = plgpu.load(outs_ref.at[at], layout=layout)
+                    acc, total = acc + value * weight, total + weight
+                return acc, total
+
+            high = lax.fori_loop(0, rounds, highest, jnp.float32(START))
+            zero = plgpu.layout_cast(jnp.zeros((values,), jnp.float32), layout)
+            acc, total = lax.fori_loop(0, rounds, add, (zero, jnp.float32(0)))
+            nothing = total == 0
+            factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp(sink_ref[head] - high)))
+            out_ref[row * heads + head] = (acc * factor).astype(out_ref.dtype)
+            lse_ref[row * heads + head] = jnp.where(nothing, -jnp.inf, high + jnp.log(jnp.where(nothing, 1.0, total)))
+
+        items = count_ref[0] * heads
+        lax.fori_loop(0, (items - block + _BLOCKS - 1) // _BLOCKS, item, None)
+
+    out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        body,
+        grid=(_BLOCKS if not mosaic.is_interpreted() else 2,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(outs, lses, sink, schedule.merged, schedule.merged_count[None], out_box, lse_box)
+    return out_box[...], lse_box[...]

@@ -1,0 +1,393 @@
+"""Sparse decode on Hopper: parts of the lists on persistent thread blocks, and their combination.
+
+A warpgroup gathers the stored rows of a part with cp.async, 64 at a time. Two others attend to them, 128 at a time, with
+the tokens as rows of the products: scores are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are
+V^T p^T, [256 values, heads] for each warpgroup's half of the values and both blocks. The left operands, K and V^T, are
+made in registers from the stored bytes (see `rows`), so that nothing converted goes through shared memory, and a call of
+8 heads pays for 8. Where a row of the schedule has one part, it is finished here; the others leave normalised parts in
+float32 and their log-sum-exps, which a second kernel combines.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.sparse_attention import gather
+from pallas_kernels.sparse_decode import lanes, merge, planning, rows
+from pallas_kernels.sparse_decode.lanes import MATH, PER_HEAD, PER_TOKEN, VALUES
+
+BLOCK = planning.BLOCK
+_LOG2E = math.log2(math.e)
+_SHARED = 225 * 1024  # bytes of shared memory of a thread block, less what barriers take
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """Registers of a thread of the arithmetic and of the gathering warpgroups, and the most blocks in the ring."""
+
+    math: int = 240
+    gather: int = 32
+    stages: int = 8
+
+    def __post_init__(self):
+        if any(n % 8 or not 24 <= n <= 240 for n in (self.math, self.gather)):
+            raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 240.")
+        if MATH * self.math + self.gather > 512:
+            raise ValueError(f"{self}: two threads of arithmetic and one that gathers have 512 registers together.")
+        if self.stages < 2:
+            raise ValueError(f"{self}: two blocks are attended to at once; stages must be at least 2.")
+
+
+CONFIG = TuningConfig()
+
+
+def sparse_decode(
+    q, caches, lists, *, topk_lengths, sink, scale, v_width, num_splits=None, split_size=None, schedule=None,
+    p_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, config=CONFIG,
+):  # fmt: skip
+    """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums; 8 to 128 heads."""
+    batch, per_request, heads, width = q.shape
+    _require(q, caches, lists, scale, v_width, p_dtype, out_dtype)
+    total = batch * per_request
+    flat = [None if length is None else length.reshape(total) for length in topk_lengths]
+    full = [i for i, each in enumerate(lists) if each.shape[2] and caches[i].pages.shape[0]]
+    if 0 in (total, len(full)):
+        nothing = jnp.full((batch, per_request, heads), -jnp.inf, jnp.float32)
+        return jnp.zeros((batch, per_request, heads, VALUES), out_dtype), nothing
+    if schedule is None:
+        widths = tuple(each.shape[2] for each in lists)
+        schedule = planning.make_schedule(widths, flat, total, heads, split_size, num_splits)
+    # A list without rows keeps its place, because the schedule counts its blocks.
+    counts = [
+        jnp.full(total, each.shape[2], jnp.int32) if length is None else jnp.clip(length, 0, each.shape[2])
+        for each, length in zip(lists, flat)
+    ]
+    sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
+    lists = tuple(each.reshape(total, -1) for each in lists)
+    out, lse = attend(
+        q.reshape(total * heads, width), caches, lists, tuple(counts), sink, schedule, scale=float(scale),
+        heads=heads, out_dtype=jnp.dtype(out_dtype), config=config,
+    )  # fmt: skip
+    return out.reshape(batch, per_request, heads, VALUES), lse.reshape(batch, per_request, heads)
+
+
+def unproven(function, args):
+    """Why this kernel is not chosen by itself for a call that it carries, or None."""
+    return "the sm90 kernel was compiled and interpreted, but never run on a GPU; name it to run it."
+
+
+def _require(q, caches, lists, scale, v_width, p_dtype, out_dtype):
+    """Raises NotImplementedError unless the kernel carries the call."""
+    _, _, heads, width = q.shape
+    for name, dtype in (("q", q.dtype), ("probabilities", p_dtype)):
+        if dtype != jnp.bfloat16:
+            raise NotImplementedError(f"the sm90 kernel takes bfloat16, and {name} have {jnp.dtype(dtype)}.")
+    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"the sm90 kernel writes bfloat16 or float32, not {jnp.dtype(out_dtype)}.")
+    if v_width != VALUES:
+        raise NotImplementedError(f"the sm90 kernel takes values of {VALUES}, not of {v_width}.")
+    if heads % 8 or not 8 <= heads <= 128:
+        raise NotImplementedError(f"the sm90 kernel takes multiples of 8 heads from 8 to 128, not {heads}.")
+    if len(lists) > 2:
+        raise NotImplementedError(f"the sm90 kernel takes one or two lists, not {len(lists)}.")
+    if not scale > 0:
+        raise NotImplementedError(f"the sm90 kernel takes a scale above 0, not {scale}.")
+    for cache in caches:
+        layout = rows.staged(cache.format)
+        if layout.quantised and cache.pages.shape[1] % 16:
+            raise NotImplementedError(
+                f"the sm90 kernel reads 16 bytes at a time, and pages have {cache.pages.shape[1]} bytes; make the page stride "
+                "a multiple of 16."
+            )
+        if cache.pages[0].size * cache.pages.dtype.itemsize >= 2**31:
+            raise NotImplementedError("the sm90 kernel counts the bytes of a page in 31 bits.")
+        if cache.num_slots >= 2**31 or any(each.size >= 2**31 for each in lists):
+            raise NotImplementedError("the sm90 kernel counts slots and list entries in 31 bits.")
+    if _stages(heads_of_block(heads), width, [rows.staged(cache.format) for cache in caches], CONFIG) < 2:
+        raise NotImplementedError(f"two blocks of 64 rows of {width} bf16 values and {heads} queries do not fit.")
+
+
+def heads_of_block(heads: int) -> int:
+    """Heads of a thread block: a multiple of 8, up to 64."""
+    groups = planning.head_groups(heads)
+    return -(-heads // groups // 8) * 8
+
+
+def _stages(heads, width, layouts, config):
+    row_bytes = max(layout.stride for layout in layouts)
+    groups = max(layout.groups for layout in layouts)
+    each = BLOCK * (row_bytes + 2 * groups + 4) + 16
+    fixed = heads * (2 * width + MATH * BLOCK * 2 + 8 + 32)
+    return min(config.stages, (_SHARED - fixed) // each)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype", "config"))
+def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype, config=CONFIG):
+    """q [T * H, D], lists [T, K] and counts [T] of each cache, sink [H] -> out [T * H, 512], lse [T * H]."""
+    total, width = q.shape[0] // heads, q.shape[1]
+    groups, used = planning.head_groups(heads), heads_of_block(heads)
+    threads = schedule.first.shape[0] - 1
+    many = len(caches)
+    layouts = tuple(rows.staged(cache.format) for cache in caches)
+    widths, limits = [each.shape[1] for each in lists], [cache.num_slots for cache in caches]
+    stages = max(2, _stages(used, width, layouts, config))
+    chunks = width // 64
+    interpreted = mosaic.is_interpreted()
+    parts = max(schedule.parts, 1)
+    scratch = {
+        "q": plgpu.SMEM((used, width), jnp.bfloat16, transforms=lanes.TILE),
+        "raw": plgpu.SMEM((stages, BLOCK * max(layout.stride for layout in layouts)), jnp.uint8),
+        "scale": plgpu.SMEM((stages, BLOCK * max(1, *[layout.groups for layout in layouts])), jnp.bfloat16),
+        "odd": plgpu.SMEM((stages, 4), jnp.int32),
+        "bias": plgpu.SMEM((stages, BLOCK), jnp.float32),
+        "p": plgpu.SMEM((MATH, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
+        "high": lanes.Maxima.scratch(used),
+        "sums": plgpu.SMEM((8, used), jnp.float32),
+        "full": plgpu.Barrier(num_barriers=stages) if interpreted else plgpu.SMEM((2 * stages,), jnp.int32),
+        "empty": plgpu.Barrier(num_arrivals=MATH, num_barriers=stages),
+        "scored": plgpu.Barrier(num_arrivals=MATH),
+        "weighed": plgpu.Barrier(num_arrivals=MATH),
+        "ready": plgpu.Barrier(num_arrivals=MATH),
+        "started": plgpu.Barrier(num_arrivals=MATH + 1),
+    }
+    if interpreted:  # whose wgmma takes no operand in registers
+        scratch["raw"] = plgpu.SMEM((stages, 16), jnp.uint8)
+        scratch["decoded"] = plgpu.SMEM((stages, BLOCK, width), jnp.bfloat16)
+        scratch["k"] = plgpu.SMEM((MATH, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
+        scratch["v"] = plgpu.SMEM((MATH, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
+
+    def body(q_ref, *refs):
+        page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
+        sink_ref, segment_ref, first_ref, out_ref, lse_ref, part_ref, part_lse_ref, *scratch_refs = refs[3 * many :]
+        at = dict(zip(scratch, scratch_refs))
+        full = gather.CopyBarriers(at["full"], stages)
+        wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
+        head = jnp.minimum(lax.axis_index("group") * used, heads - used)
+
+        def every_segment(step, state):
+            return lax.fori_loop(first_ref[thread], first_ref[thread + 1], step, state)
+
+        def place(i):
+            """Row, number of the part, entries and blocks of the lists that count, and the blocks [begin, end)."""
+            row = segment_ref[i, 0]
+            seen = [jnp.clip(ref[row], 0, k) for ref, k in zip(count_refs, widths)]
+            tiles = [(n + BLOCK - 1) // BLOCK for n in seen]
+            begin = 2 * segment_ref[i, 1]
+            end = jnp.minimum(2 * segment_ref[i, 2], sum(tiles))
+            return row, segment_ref[i, 3], seen, tiles, begin, jnp.maximum(end, begin + 1)
+
+        def list_of(block, tiles):
+            return jnp.int32(0) if many == 1 else jnp.where(block < tiles[0], 0, 1)
+
+        def produce():
+            plgpu.set_max_registers(config.gather, action="decrease")
+
+            def segment(i, position):
+                row, _, seen, tiles, begin, end = place(i)
+
+                def look_up(block):
+                    which = list_of(block, tiles)
+                    if many == 1:
+                        start, k, count = block * BLOCK, widths[0], seen[0]
+                    else:
+                        second = which == 1
+                        start = (block - jnp.where(second, tiles[0], 0)) * BLOCK
+                        k, count = jnp.where(second, widths[1], widths[0]), jnp.where(second, seen[1], seen[0])
+                    return gather.look_up(list_refs, limits, which + 1, row * k + start, count - start), which
+
+                def fill(j, state):
+                    places, which, position = state
+                    following = look_up(j + 1)
+                    slot = lax.rem(position, stages)
+
+                    @pl.when(position >= stages)
+                    def _():
+                        plgpu.barrier_wait(at["empty"].at[slot])
+
+                    def copy(number):
+                        decoded = at["decoded"].at[slot] if interpreted else None
+                        rows.copy(
+                            at["raw"].at[slot], at["bias"].at[slot], page_refs[number], places, layouts[number],
+                            caches[number].page_size, decoded,
+                        )  # fmt: skip
+
+                    if many == 1:
+                        copy(0)
+                    else:
+                        for number in range(many):
+                            pl.when(which == number)(functools.partial(copy, number))
+                    full.arrive(slot)
+                    return *following, position + 1
+
+                return lax.fori_loop(begin, end, fill, (*look_up(begin), position))[2]
+
+            position = every_segment(segment, jnp.int32(0))
+
+            def see_used(i, _):
+                plgpu.barrier_wait(at["empty"].at[lax.rem(i, stages)])
+
+            lax.fori_loop(jnp.maximum(position - stages, 0), position, see_used, None)
+
+        def multiply(acc, left, right, stand_in):
+            if interpreted:
+                at[stand_in][wg] = left
+                plgpu.commit_smem()
+                left = at[stand_in].at[wg]
+            plgpu.wgmma(acc, left, right)
+            plgpu.wgmma_wait(0 if interpreted else 1)  # the operand before this one may be overwritten
+
+        def attend_to():
+            plgpu.set_max_registers(config.math, action="increase")
+            maxima = lanes.Maxima(at["high"])
+
+            def both(barrier):
+                plgpu.barrier_arrive(at[barrier])
+                plgpu.barrier_wait(at[barrier])
+
+            def block_of(position):
+                slot = lax.rem(position, stages)
+                decoded = at["decoded"].at[slot] if interpreted else None
+                return slot, (at["raw"].at[slot], at["scale"].at[slot], at["odd"].at[slot]), decoded
+
+            def score(position, which):
+                slot, block, decoded = block_of(position)
+                full.wait(slot, position // stages)
+                rows.prepare(*block, which, layouts)
+                plgpu.commit_smem()
+
+                def products(acc):
+                    for chunk in range(chunks):
+                        left = rows.key_fragment(*block, which, chunk, layouts, decoded)
+                        multiply(acc, left, at["q"].at[:, pl.ds(64 * chunk, 64)].T, "k")
+                    return acc[...]
+
+                s = pl.run_scoped(products, plgpu.ACC((BLOCK, used), jnp.float32))
+                bias = plgpu.load(at["bias"].at[slot], layout=PER_TOKEN)
+                return s * (scale * _LOG2E * up(which)) + lax.broadcast_in_dim(bias, s.shape, [0])
+
+            def up(which):
+                ups = [2.0**layout.down for layout in layouts]
+                return ups[0] if len(set(ups)) == 1 else jnp.where(which == 0, ups[0], ups[1])
+
+            def add_values(position, which, number, accs):
+                slot, block, decoded = block_of(position)
+
+                @pl.when(number != wg)
+                def _():
+                    full.wait(slot, position // stages)
+
+                def products(*accs):
+                    for half in range(2):
+                        for i, acc in enumerate(accs):
+                            left = rows.value_fragment(*block, which, 2 * wg + i, half, layouts, decoded)
+                            multiply(acc, left, at["p"].at[number, half].T, "v")
+
+                accs = mosaic.accumulate(products, accs)
+                plgpu.barrier_arrive(at["empty"].at[slot])
+                return accs
+
+            def segment(i, state):
+                position, turn = state
+                row, part, _, tiles, begin, end = place(i)
+                lanes.load_queries(q_ref, at["q"], row * heads + head, wg)
+                pl.when(wg == 0)(functools.partial(maxima.reset, turn))
+                plgpu.commit_smem()
+                both("ready")
+
+                def pair(j, state):
+                    accs, sums, turn = state
+                    own = 2 * j + wg
+                    which = list_of(begin + own, tiles)
+                    nothing = plgpu.layout_cast(jnp.full((BLOCK, used), -jnp.inf, jnp.float32), lanes.WGMMA)
+                    there = (begin + own < end).astype(jnp.int32)
+                    s = lax.fori_loop(0, there, lambda _, s: score(position + own, which), nothing)
+                    maxima.offer(s, turn, wg)
+                    both("scored")
+                    before, high = maxima.read(turn)
+                    pl.when(wg == 0)(functools.partial(maxima.pass_on, turn))
+                    p = jnp.exp2(s - lax.broadcast_in_dim(high, s.shape, [1]))
+                    sums = maxima.add(sums, p, turn)
+                    lanes.write_probabilities(at["p"].at[wg], p * up(which))
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(at["weighed"])
+                    shrink = jnp.exp2(before - high)
+                    accs = [acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) for acc in accs]
+                    plgpu.barrier_wait(at["weighed"])
+
+                    def values(number, accs):
+                        block = 2 * j + number
+                        return add_values(position + block, list_of(begin + block, tiles), number, accs)
+
+                    accs = lax.fori_loop(0, jnp.minimum(2, end - begin - 2 * j), values, accs)
+                    return accs, sums, turn + 1
+
+                accs = [plgpu.layout_cast(jnp.zeros((128, used), jnp.float32), lanes.WGMMA) for _ in range(2)]
+                sums = plgpu.layout_cast(jnp.zeros((256,), jnp.float32), lanes.LANE_SUMS)
+                pairs = (end - begin + 1) // 2
+                accs, sums, turn = lax.fori_loop(0, pairs, pair, (accs, sums, turn))
+                lanes.offer_sums(sums, at["sums"], wg)
+                both("ready")
+                high, _ = maxima.read(turn)
+                finish(row, part, accs, high, lanes.read_sums(at["sums"]))
+                return position + end - begin, turn + 1  # the other warpgroup may still read this turn's maxima
+
+            def finish(row, part, accs, high, total):
+                whole = part < 0
+                sinks = plgpu.load(sink_ref.at[pl.ds(head, used)], layout=PER_HEAD)
+                sinks = jnp.where(whole, sinks * _LOG2E, -jnp.inf)
+                nothing = total == 0
+                factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp2(sinks - high)))
+                lse = jnp.where(nothing, -jnp.inf, high / _LOG2E + jnp.log(jnp.where(nothing, 1.0, total)))
+                accs = [acc * lax.broadcast_in_dim(factor, acc.shape, [1]) for acc in accs]
+
+                @pl.when(whole)
+                def _():
+                    lanes.store_output(out_ref, accs, row * heads + head, wg)
+
+                @pl.when(part >= 0)
+                def _():
+                    lanes.store_output(part_ref, accs, part * heads + head, wg)
+
+                @pl.when((wg == 0) & whole)
+                def _():
+                    lse_ref[pl.ds(row * heads + head, used)] = lse
+
+                @pl.when((wg == 0) & (part >= 0))
+                def _():
+                    part_lse_ref[pl.ds(part * heads + head, used)] = lse
+
+            every_segment(segment, (jnp.int32(0), jnp.int32(0)))
+
+        pl.when(wg == MATH)(full.initialise)
+        plgpu.barrier_arrive(at["started"])
+        plgpu.barrier_wait(at["started"])
+        lax.cond(wg == MATH, produce, attend_to)
+
+    out, lse, outs, lses = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((total * heads, VALUES), out_dtype),
+            jax.ShapeDtypeStruct((total * heads,), jnp.float32),
+            jax.ShapeDtypeStruct((parts * heads, VALUES), jnp.float32),
+            jax.ShapeDtypeStruct((parts * heads,), jnp.float32),
+        ),
+        grid=(threads, groups),
+        grid_names=("thread", "group"),
+        num_threads=MATH + 1,
+        thread_name="wg",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(
+        q, *[cache.pages for cache in caches], *[each.reshape(-1) for each in lists], *counts, sink,
+        schedule.segments, schedule.first,
+    )  # fmt: skip
+    if schedule.parts:
+        out, lse = merge.combine(out, lse, outs, lses, sink, schedule)
+    return out, lse
