@@ -1,6 +1,9 @@
 """top_k, candidate_blocks, merge_top_k and slots against the NumPy oracle, exactly."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from pallas_kernels import (
     merge_top_k,
     positions_to_slots,
     top_k,
+    top_k_and_candidate_blocks,
 )
 
 NAN, INF = float("nan"), float("inf")
@@ -151,6 +155,23 @@ def test_top_k_leading_axes():
     np.testing.assert_array_equal(counts.reshape(6), flat_counts)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_ranges_count_from_their_start(data):
+    scores = data.draw(hnp.arrays(np.float32, (3, 33), elements=SCORE))
+    bounds = [data.draw(st.lists(st.integers(-2, 36), min_size=3, max_size=3)) for _ in range(2)]
+    order = data.draw(st.sampled_from(["position", "score"]))
+    found, counts, values = top_k(
+        jnp.asarray(scores), 8, row_start=lengths_of(*bounds[0]), row_end=lengths_of(*bounds[1]), order=order,
+        return_scores=True,
+    )  # fmt: skip
+    for row, (start, end) in enumerate(zip(*np.clip(bounds, 0, None))):
+        inside = scores[row][start:end]
+        expected = oracle.top_k(inside, 8, order=order)
+        assert found[row].tolist() == expected and int(counts[row]) == sum(i >= 0 for i in expected)
+        np.testing.assert_array_equal(values[row], [inside[i] if i >= 0 else -INF for i in expected])
+
+
 # ---------------------------------------------------------------- candidate blocks
 
 
@@ -185,6 +206,15 @@ def test_ac_43_the_newest_block_beats_any_number_of_infinite_ones():
     scores = jnp.full((1, 40), INF).at[0, 32:].set(-1.0)
     assert np.asarray(candidate_blocks(scores, lengths_of(40), 2, 8)).tolist() == [[0, 4]]
     assert np.asarray(candidate_blocks(scores, lengths_of(40), 1, 8)).tolist() == [[4]]
+
+
+def test_top_k_and_candidate_blocks_are_the_two():
+    scores, lengths = jnp.asarray(np.random.default_rng(1).standard_normal((2, 43)), jnp.float32), lengths_of(43, 17)
+    positions, counts, blocks = top_k_and_candidate_blocks(scores, 8, lengths, 3, 8)
+    expected, expected_counts = top_k(scores, 8, lengths=lengths)
+    np.testing.assert_array_equal(positions, expected)
+    np.testing.assert_array_equal(counts, expected_counts)
+    np.testing.assert_array_equal(blocks, candidate_blocks(scores, lengths, 3, 8))
 
 
 def test_candidate_blocks_with_nan_are_pinned():
@@ -271,6 +301,40 @@ def test_merge_of_shards_is_the_top_k_of_the_whole():
     np.testing.assert_array_equal(np.asarray(best_first) - base, top_k(jnp.asarray(scores), k, order="score")[0])
 
 
+def test_merge_under_shard_map():
+    """Every shard of a mesh gathers the others' results and has the top k of the whole, ids beyond 2^24 apart."""
+    code = """
+import functools
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from pallas_kernels import merge_top_k, top_k
+
+shards, k, base = 4, 16, 2**24 + 1
+mesh = Mesh(np.asarray(jax.devices()), ("context",))
+scores = jnp.asarray(np.random.default_rng(6).integers(0, 5, (3, 120)), jnp.float32)
+
+@jax.jit
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=P(None, "context"), out_specs=P("context"))
+def select(own):
+    found, _, values = top_k(own, k, return_scores=True)
+    first = base + jax.lax.axis_index("context") * own.shape[1]
+    merged, counts = merge_top_k(values, jnp.where(found < 0, -1, first + found), k, axis_name="context")
+    return merged[None], counts[None]
+
+merged, counts = select(scores)
+expected = np.asarray(top_k(scores, k)[0])
+assert merged.shape == (shards, 3, k)
+for shard in np.asarray(merged):
+    np.testing.assert_array_equal(shard - base, expected)
+assert (np.asarray(counts) == k).all()
+print("equal")
+"""
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout.split() == ["equal"], run.stderr
+
+
 # ---------------------------------------------------------------- slots
 
 
@@ -317,6 +381,11 @@ def test_ac_21_index_equal_to_the_length_is_none():
         (lambda: top_k(jnp.zeros((2, 8)), 2, order="best"), "Allowed: position, score"),
         (lambda: top_k(jnp.zeros((2, 8)), 2, lengths=jnp.zeros(3, jnp.int32)), r"\(3,\) and scores \(2, 8\)"),
         (lambda: top_k(jnp.zeros((2, 8)), 2, lengths=jnp.zeros(2)), "must be int32"),
+        (lambda: top_k(jnp.zeros((2, 8)), 2, row_start=lengths_of(0, 1)), "row_start given; give lengths, or both"),
+        (
+            lambda: top_k(jnp.zeros((1, 8)), 2, lengths=lengths_of(3), row_start=lengths_of(0), row_end=lengths_of(9)),
+            "lengths and row_start and row_end given",
+        ),
         (lambda: top_k(jnp.zeros((2, 8)), 2, implementation="cuda"), "implementation='cuda'"),
         (lambda: candidate_blocks(jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32), 2, 0), "block_size is 0"),
         (lambda: merge_top_k(jnp.zeros((2, 3, 4)), jnp.zeros((2, 4), jnp.int32), 2), r"both must be \[shards"),

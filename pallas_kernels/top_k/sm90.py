@@ -17,8 +17,3 @@ def candidate_blocks(*args):
 
 def top_k_and_candidate_blocks(*args):
     return operation.top_k_and_candidate_blocks(plan, *args)
-
-
-def unproven(function, args):
-    """Why this kernel is not chosen by itself for a call that it carries, or None."""
-    return "the sm90 program was changed after its last run on a GPU, and is simulated and compiled only; name it to run it."
