@@ -94,8 +94,8 @@ def merge_top_k(
 ) -> tuple[Int32[Array, "*rows K"], Int32[Array, "*rows"]]:
     """The k best of several shards' results, by score descending, then id ascending: ids [..., k] and their count.
 
-    scores and ids: [shards, ..., k] of all shards or, under `shard_map` over the mesh axis `axis_name`, [..., k] of this
-    shard, which are gathered over that axis; every shard then has the same result.
+    scores and ids: [shards, ..., k] of all shards or, under `shard_map` over the mesh axis `axis_name`, [..., k] of
+    this shard, which are gathered over that axis; every shard then has the same result.
     `ids` are global positions, different in every shard, -1 for none (its score does not matter); all 31 bits count.
     An entry of score NaN or -inf is none. Output ids ascend or go from the best down, as `order` says, then -1.
     With every shard's own top k given, the result is the top k of all shards together.

@@ -22,7 +22,8 @@ def _make_with_lengths(rows, length, key):
 
 
 def _make_with_bounds(rows, length, key):
-    return *_make(rows, length, jnp.float32, key), jnp.arange(rows, dtype=jnp.int32), jnp.full((rows,), length, jnp.int32)
+    start = jnp.arange(rows, dtype=jnp.int32) % length
+    return *_make(rows, length, jnp.float32, key), start, jnp.full((rows,), length, jnp.int32)
 
 
 def _differing(found, expected):

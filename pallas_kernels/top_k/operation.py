@@ -16,7 +16,8 @@ def top_k(
     plan_for, scores, k, *, lengths=None, row_start=None, row_end=None, order="position", return_scores=False
 ):  # fmt: skip
     """`pallas_kernels.top_k` by the kernel."""
-    positions, counts = _select(plan_for, scores, lengths if row_end is None else row_end, (Selection(k, 0),), row_start)
+    ends = lengths if row_end is None else row_end
+    positions, counts = _select(plan_for, scores, ends, (Selection(k, 0),), row_start)
     if order == "position" and not return_scores:
         return positions, counts
     columns = jnp.maximum(positions, 0)

@@ -47,9 +47,9 @@ class Selection:
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """A kernel's static shape: rows of `length` elements, `threads` a block, `blocks` a row, `vectors` of 16 bytes that
-    a thread has in flight; `samples` vectors that a thread samples (0: no guess). With `has_starts` positions count from
-    a start of the row's own, and its length from 0. `prefetch`: vectors at the start of a block's slice that the L2
-    cache fetches while the sample is looked at."""
+    a thread has in flight; `samples` vectors that a thread samples (0: no guess). With `has_starts` positions count
+    from a start of the row's own, and its length from 0. `prefetch`: vectors at the start of a block's slice that the
+    L2 cache fetches while the sample is looked at."""
 
     length: int
     element_bytes: int

@@ -44,7 +44,8 @@ class Simulator(Machine):
 
     def __init__(self, *, threads, blocks, row, scores, globals_, shared, start=0):
         """`scores` is the row's [L] array inside its whole flat array: (flat float32 array, first element, elements of
-        a vector); the first element is number `start` of the row; `globals_` maps names to (array, width); `shared` maps names to word counts."""
+        a vector), and its first element is number `start` of the row; `globals_` maps names to (array, width);
+        `shared` maps names to word counts."""
         self.threads, self.blocks = threads, blocks
         self._lanes = threads * blocks
         everyone = np.arange(self._lanes, dtype=np.uint32)
