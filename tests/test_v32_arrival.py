@@ -4,68 +4,46 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
+from arrival import Feeder, prompt
 from tiny_v32 import tiny_config, tiny_model
 
-from dsa_jax.cache.latent import PAGE_TOKENS
 from dsa_jax.decode import ImageSpan
 from dsa_jax.layers.latent_attention import LatentAttention
-from dsa_jax.sampling import Sampling
 
-ROWS = 32
-LISTS = [f"layer{layer}.selected" for layer in range(3)]
-
-
-def prompt(n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 60, n).astype(np.int32)
-
-
-def feed(lm, tokens: np.ndarray, splits: list[int], rows: int = ROWS) -> dict[str, np.ndarray]:
-    """Logits and selected lists of every token, fed in chunks that end at `splits` and at the end."""
-    cache = lm.new_cache(1, 128)
-    lists = LISTS[: len(lm.plan)]
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ["logits", *lists]}
-    for part in np.split(tokens, splits):
-        padded = np.zeros((1, rows), np.int32)
-        padded[0, : len(part)] = part
-        logits, cache, taps = lm.forward(cache, padded, np.array([len(part)], np.int32))
-        parts["logits"].append(np.asarray(logits)[0, : len(part)])
-        for name in lists:
-            parts[name].append(np.asarray(taps[name])[0, : len(part)])
-    return {name: np.concatenate(values) for name, values in parts.items()} | {"cache": cache}
-
-
-def assert_same(ours: dict, wanted: dict, what: str) -> None:
-    for name in LISTS:
-        assert np.array_equal(ours[name], wanted[name]), f"{what}: {name}"
-    gap = np.abs(ours["logits"] - wanted["logits"]).max()
-    assert gap <= tolerances.of("model.arrival.f32"), f"{what}: logits differ by {gap}"
+PAGE_TOKENS = 64
+LISTS = tuple(f"layer{layer}.selected" for layer in range(3))
+feed = Feeder(lists=LISTS, rows=32)
+ROWS = feed.rows
 
 
 def test_ac_31_every_split_point_gives_what_one_shot_gives():
-    lm, tokens = tiny_model(), prompt(24)
-    whole = feed(lm, tokens, [])
-    for split in range(1, 24):
-        assert_same(feed(lm, tokens, [split]), whole, f"split at {split}")
+    feed.check_every_split(tiny_model())
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 5, 6, 7, 8, 15, 16, 17, 31, 32])
 def test_token_by_token_gives_what_one_shot_gives(n):
-    lm, tokens = tiny_model(), prompt(n, seed=n)
-    whole = feed(lm, tokens, [])
-    assert_same(feed(lm, tokens, list(range(1, n)), rows=1), whole, f"length {n}, one by one")
+    feed.check_one_by_one(tiny_model(), n)
+
+
+def test_ac_30_a_needle_in_the_first_chunk_stays_in_reach():
+    """Chunks of 16, then single tokens, against single tokens from the start."""
+    lm, tokens = tiny_model(), prompt(60, seed=7)
+    whole = feed(lm, tokens, range(1, 60), rows=1)
+    feed.assert_same(feed(lm, tokens, [16, 32, 48, *range(49, 60)]), whole, "chunks of 16, then one by one")
+    assert (whole["layer1.selected"][32:] < 16).any(axis=1).mean() > 0.5
 
 
 def test_chunks_across_a_page_boundary_give_what_one_by_one_gives():
     """Chunks of 30 of 70 tokens: the second page begins inside the last chunk."""
     lm, tokens = tiny_model(), prompt(PAGE_TOKENS + 6)
-    assert_same(feed(lm, tokens, [30, 60]), feed(lm, tokens, list(range(1, len(tokens))), rows=1), "chunks of 30")
+    feed.assert_same(feed(lm, tokens, [30, 60]), feed(lm, tokens, list(range(1, len(tokens))), rows=1), "chunks of 30")
 
 
 def test_ac_42_dense_and_sparse_meet_where_the_list_begins_to_cut():
     """Lengths k-2 .. k+2 step by step: up to k positions the list is all of them, beyond it is the k best of the scores,
     and up to there a model that never cuts gives the same."""
     lm, dense, tokens = tiny_model(), tiny_model(config=tiny_config(index_topk=32)), prompt(20)
-    ours, whole = feed(lm, tokens, list(range(4, 20))), feed(dense, tokens, [])
+    ours, whole = feed(lm, tokens, list(range(4, 20))), feed(dense, tokens)
     for n in range(4, 9):
         last = ours["layer0.selected"][n - 1]
         assert np.array_equal(last[last >= 0], np.arange(n)) == (n <= 6)
@@ -80,11 +58,10 @@ def test_ac_42_the_expanded_form_meets_the_absorbed_one_at_the_cut():
     beyond, against chunks too small to expand anything; then on from there, across the switch."""
     lm, rows = tiny_model(config=tiny_config(num_hidden_layers=2, index_topk=90)), 96
     assert ROWS < LatentAttention(lm.config, lm.plan[0].rope).rows_to_expand <= rows
-    tokens = prompt(3 * ROWS, seed=42)
-    small = feed(lm, tokens, [ROWS, 2 * ROWS])["logits"]
+    tokens, arrive = prompt(3 * ROWS, seed=42), Feeder(lists=LISTS[:2], rows=ROWS)
+    small = arrive(lm, tokens, [ROWS, 2 * ROWS])
     for n in range(88, 93):
-        ours = feed(lm, tokens, [n], rows)["logits"]
-        assert np.abs(ours - small).max() <= tolerances.of("model.arrival.f32"), f"{n} tokens, then the rest"
+        arrive.assert_same(arrive(lm, tokens, [n], rows), small, f"{n} tokens, then the rest")
 
 
 def test_ac_42_beyond_the_cut_early_tokens_stay_in_reach():
@@ -100,42 +77,28 @@ def test_ac_42_beyond_the_cut_early_tokens_stay_in_reach():
 
 
 def test_a_batch_of_different_lengths_equals_each_alone():
-    lm = tiny_model()
-    prompts = [prompt(n, seed=n) for n in (1, 6, 23, 40)]
-    together, cache = lm.prefill(lm.new_cache(4, 128), prompts, chunk=16)
-    for b, tokens in enumerate(prompts):
-        alone, _ = lm.prefill(lm.new_cache(1, 128), [tokens], chunk=16)
-        assert np.abs(np.asarray(together)[b] - np.asarray(alone)[0]).max() <= tolerances.of("model.arrival.f32")
-    assert list(np.asarray(cache.length)) == [1, 6, 23, 40]
+    feed.check_batch(tiny_model(), (1, 6, 23, 40))
 
 
 def test_ac_35_a_later_token_changes_nothing_before_it():
-    lm, tokens = tiny_model(), prompt(24)
-    whole = feed(lm, tokens, [])
-    for t in range(3, 23, 3):
-        changed = tokens.copy()
-        changed[t + 1] = (changed[t + 1] - 3 + 11) % 57 + 3
-        other = feed(lm, changed, [])
-        assert np.array_equal(other["logits"][: t + 1], whole["logits"][: t + 1]), f"token {t + 1} changed"
-        assert not np.array_equal(other["logits"][t + 1], whole["logits"][t + 1])
+    feed.check_later_tokens(tiny_model(), range(3, 23, 3))
+
+
+def test_ac_38_a_shared_prefix_brings_its_rows_along():
+    def held(cache):
+        slots = jnp.arange(24, dtype=jnp.int32)
+        return [np.asarray(rows.gather(slots)) for layer in cache.layers for rows in (layer.latent, layer.index_keys)]
+
+    feed.check_prefix(tiny_model(), held)
 
 
 def test_decode_equals_one_shot():
-    """8 greedy tokens across the cut: each is the best token of the one-shot run over what was fed."""
-    lm, tokens = tiny_model(), prompt(4, seed=9)
-    logits, cache = lm.prefill(lm.new_cache(1, 128), [tokens], chunk=16)
-    *_, out = lm.decode(cache, logits, jnp.zeros(1, bool), Sampling.of(1), jnp.array([64], jnp.int32), 8)
-    out = np.asarray(out)[0]
-    whole = feed(lm, np.concatenate([tokens, out]).astype(np.int32), [])
-    assert np.array_equal(out, whole["logits"][3:-1].argmax(-1))
+    """8 greedy tokens across the cut."""
+    feed.check_decode(tiny_model(), 4, calls=2)
 
 
 def test_a_prefill_in_bf16_does_not_depend_on_its_chunks():
-    """bf16 caches hold FP8 records: chunks read back what one shot wrote. Rounding may fall the other way in few rows."""
-    lm, tokens = tiny_model("bf16"), prompt(32)
-    whole, split = feed(lm, tokens, []), feed(lm, tokens, [7, 8, 21, 30])
-    gap = np.linalg.norm(whole["logits"] - split["logits"]) / np.linalg.norm(whole["logits"])
-    assert gap <= tolerances.of("model.arrival.bf16")
+    feed.check_chunks_in_bf16(tiny_model("bf16"), 32, [7, 8, 21, 30])
 
 
 def test_what_the_model_does_not_do_is_refused():

@@ -6,62 +6,45 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
+from arrival import Feeder, prompt, window_layer_ignores_what_is_behind, with_another
 from reference.dspark import draft as reference_draft
 from tiny_v4 import dspark_config, tiny_model
 
-from dsa_jax.sampling import Sampling
-
-ROWS, LONG = 64, 272  # chunks are padded to one of these, so that few compiled steps serve all splits
-LISTS = ("layer1.selected",)
-VALUES = ("logits", "mtp.logits")  # row i of the MTP layer's stands one position before row i of the step
-
-
-def prompt(n: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(3, 60, n).astype(np.int32)
-
-
-def feed(lm, tokens: np.ndarray, splits: list[int], rows: int = ROWS) -> dict:
-    """Logits and selected lists of every token, fed in chunks that end at `splits` and at the end."""
-    cache = lm.new_cache(1, 512)
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in (*VALUES, *LISTS)}
-    for part in np.split(tokens, splits):
-        padded = np.zeros((1, rows), np.int32)
-        padded[0, : len(part)] = part
-        logits, cache, taps = lm.forward(cache, padded, np.array([len(part)], np.int32))
-        for name in parts:
-            values = logits if name == "logits" else taps[name]
-            parts[name].append(np.asarray(values)[0, : len(part)])
-    return {name: np.concatenate(values) for name, values in parts.items()} | {"cache": cache}
-
-
-def assert_same(ours: dict, wanted: dict, what: str) -> None:
-    for name in LISTS:
-        assert np.array_equal(ours[name], wanted[name]), f"{what}: {name}"
-    for name in VALUES:
-        first = 1 if name == "mtp.logits" else 0
-        gap = np.abs(ours[name][first:] - wanted[name][first:]).max(initial=0)
-        assert gap <= tolerances.of("model.arrival.f32"), f"{what}: {name} differ by {gap}"
+# Row i of the MTP layer's logits stands one position before row i of the step.
+feed = Feeder(lists=("layer1.selected",), values=("logits", "mtp.logits"), late=("mtp.logits",), room=512)
+ROWS, LONG = feed.rows, 272  # chunks are padded to one of these, so that few compiled steps serve all splits
 
 
 def test_ac_31_every_split_point_gives_what_one_shot_gives():
-    lm, tokens = tiny_model(), prompt(24)
-    whole = feed(lm, tokens, [])
-    for split in range(1, 24):
-        assert_same(feed(lm, tokens, [split]), whole, f"split at {split}")
+    feed.check_every_split(tiny_model())
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 8, 9, 12, 13, 28, 29, 33, 64])
 def test_token_by_token_gives_what_one_shot_gives(n):
     """Lengths around groups of 4, the window of 8, and lists of 6 (28 tokens are 7 groups)."""
-    lm, tokens = tiny_model(), prompt(n, seed=n)
-    assert_same(feed(lm, tokens, list(range(1, n)), rows=1), feed(lm, tokens, []), f"length {n}, one by one")
+    feed.check_one_by_one(tiny_model(), n)
+
+
+def test_ac_30_a_needle_in_the_first_chunk_stays_in_reach():
+    feed.check_needle(tiny_model(), "layer1.selected", 4)
+
+
+def test_ac_42_every_compressed_row_until_the_list_begins_to_cut():
+    """Up to 6 groups (27 tokens) a list is all of them; from the 7th on it is the 6 best of the scores."""
+    lm, tokens = tiny_model(), prompt(64, seed=42)
+    _, _, taps = lm.forward(lm.new_cache(1, feed.room), tokens[None], np.array([64], np.int32))
+    scores, chosen = (np.asarray(taps[f"layer1.{name}"])[0] for name in ("index_score", "selected"))
+    for t in range(64):
+        groups = (t + 1) // 4
+        best = np.sort(np.argsort(-scores[t, :groups], kind="stable")[:6])
+        assert np.array_equal(chosen[t][chosen[t] >= 0], best) and len(best) == min(groups, 6), f"row {t}"
 
 
 def test_two_boundaries_of_ratio_128():
     """260 tokens in one shot, in uneven chunks, and token by token from 120 on."""
     lm, tokens = tiny_model(), prompt(260, seed=5)
-    whole = feed(lm, tokens, [], rows=LONG)
-    assert_same(feed(lm, tokens, [50, 61, 125, 130, 190, 254]), whole, "uneven chunks")
+    whole = feed(lm, tokens, rows=LONG)
+    feed.assert_same(feed(lm, tokens, [50, 61, 125, 130, 190, 254]), whole, "uneven chunks")
     cache, first = feed(lm, tokens[:120], [60])["cache"], 120
     for t in range(first, 260):
         logits, cache, _ = lm.forward(cache, tokens[None, t : t + 1], np.ones(1, np.int32))
@@ -72,8 +55,7 @@ def test_two_boundaries_of_ratio_128():
 def test_every_row_of_ratio_128_is_attended_to():
     """A changed first token moves the last logits although it is far outside every window: through layer 2 (ratio 128)."""
     tokens = prompt(200, seed=6)
-    changed = tokens.copy()
-    changed[0] = (changed[0] - 3 + 11) % 57 + 3
+    changed = with_another(tokens, 0)
 
     def compressed_output(lm, tokens, rows):
         padded = np.zeros((1, LONG), np.int32)
@@ -113,7 +95,7 @@ def test_ac_34_the_compressor_state_is_that_of_a_cold_run():
         _, cache, _ = lm.forward(cache, tokens[None, n - 1 : n], np.ones(1, np.int32))
         if n not in (1, 3, 4, 5, 6, 7, 8, 9, 11, 127, 128, 129, 255, 256, 257):
             continue
-        cold = feed(lm, tokens[:n], [], rows=ROWS if n <= ROWS else LONG)["cache"]
+        cold = feed(lm, tokens[:n], rows=ROWS if n <= ROWS else LONG)["cache"]
         for (name, warm), (_, expected) in zip(rows_and_tails(lm, cache, n), rows_and_tails(lm, cold, n), strict=True):
             np.testing.assert_allclose(warm, expected, atol=tolerances.of("model.arrival.f32"), err_msg=f"{name} at {n}")
             compared += expected.size > 0
@@ -122,27 +104,23 @@ def test_ac_34_the_compressor_state_is_that_of_a_cold_run():
 
 @pytest.mark.parametrize("n", range(1, 10))
 def test_ac_33_decode_equals_one_shot_over_every_group_boundary(n):
-    """20 greedy tokens from prompts of 1 to 9: each is the best token of the one-shot run over what was fed."""
-    lm, tokens = tiny_model(), prompt(n, seed=100 + n)
-    logits, cache = lm.prefill(lm.new_cache(1, 64), [tokens])
-    state, out = (cache, logits, jnp.zeros(1, bool)), []
-    for _ in range(5):
-        *state, new = lm.decode(*state, Sampling.of(1), jnp.array([64], jnp.int32), 4)
-        out.append(np.asarray(new)[0])
-    out = np.concatenate(out)
-    whole = feed(lm, np.concatenate([tokens, out]).astype(np.int32), [])
-    assert np.array_equal(out, whole["logits"][n - 1 : -1].argmax(-1))
+    feed.check_decode(tiny_model(), n)
 
 
 def test_ac_35_a_later_token_changes_nothing_before_it():
-    lm, tokens = tiny_model(), prompt(24)
-    whole = feed(lm, tokens, [])
-    for t in range(10, 23):
-        changed = tokens.copy()
-        changed[t + 1] = (changed[t + 1] - 3 + 11) % 57 + 3
-        other = feed(lm, changed, [])
-        assert np.array_equal(other["logits"][: t + 1], whole["logits"][: t + 1]), f"token {t + 1} changed"
-        assert not np.array_equal(other["logits"][t + 1], whole["logits"][t + 1])
+    feed.check_later_tokens(tiny_model(), range(10, 23))
+
+
+def test_ac_37_a_window_layer_does_not_see_behind_its_window():
+    window_layer_ignores_what_is_behind(tiny_model(), ROWS, feed.room)
+
+
+def test_ac_38_a_shared_prefix_brings_its_window_along():
+    def held(cache):
+        slots = jnp.arange(8, dtype=jnp.int32)
+        return [np.asarray(layer.window.gather(slots, np.float32)) for layer in (*cache.layers, cache.mtp.layer)]
+
+    feed.check_prefix(tiny_model(), held)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 30])
@@ -151,7 +129,7 @@ def test_a_draft_is_what_the_mtp_layer_gives_once_the_token_is_there(n):
     lm, tokens = tiny_model(), prompt(n + 1, seed=20 + n)
     cache = feed(lm, tokens[:n], [n // 2] if n > 1 else [])["cache"]
     drafted = lm.draft(cache, tokens[n:])
-    whole = feed(lm, tokens, [])["mtp.logits"][n]
+    whole = feed(lm, tokens)["mtp.logits"][n]
     gap = np.abs(np.asarray(drafted.logits)[0, 0] - whole).max()
     assert gap <= tolerances.of("model.arrival.f32")
     assert list(np.asarray(drafted.ids)[0]) == [tokens[n], whole.argmax()] and drafted.confidence is None
@@ -198,8 +176,4 @@ def test_ac_53_requests_of_a_batch_do_not_touch_each_other():
 
 
 def test_a_prefill_in_bf16_does_not_depend_on_its_chunks():
-    """bf16 caches are records: chunks read back what one shot wrote. Rounding may fall the other way in few rows."""
-    lm, tokens = tiny_model("bf16"), prompt(40)
-    whole, split = feed(lm, tokens, []), feed(lm, tokens, [7, 8, 21, 33])
-    gap = np.linalg.norm(whole["logits"] - split["logits"]) / np.linalg.norm(whole["logits"])
-    assert gap <= tolerances.of("model.arrival.bf16")
+    feed.check_chunks_in_bf16(tiny_model("bf16"), 40, [7, 8, 21, 33])

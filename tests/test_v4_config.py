@@ -1,17 +1,22 @@
 """V4's config, layer plan and parameters, from the official configs."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
+from flax import nnx
 from official_v4 import official_v4_config
 from test_config import official_config
-from tiny_v4 import CHECKPOINT
+from tiny_v4 import CHECKPOINT, tiny_config
 
 from dsa_jax.config import V41Config, YarnConfig, load_config
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
-from dsa_jax.loading import abstract_parameters, load_model
+from dsa_jax.layers.hybrid_attention import HybridAttention
+from dsa_jax.layers.norm import RMSNorm
+from dsa_jax.layers.self_mixed import SelfMixedBlock, StreamHead
+from dsa_jax.loading import abstract_model, abstract_parameters, load_model
 from dsa_jax.weights.plan import make_plan
 
 
@@ -98,6 +103,21 @@ REQUIRED = sorted(
 )
 
 
+@pytest.mark.parametrize("size", ["flash", "pro"])
+def test_ac_64_epsilon_comes_from_the_file_and_reaches_every_norm(size):
+    """Norms with weights, queries without, the statistics of the hyper-connections; hc_eps is a key of its own."""
+    config = V4Config.from_dict(official_v4_config(size) | {"rms_norm_eps": 3e-5, "hc_eps": 2e-6})
+    config = dataclasses.replace(tiny_config(), rms_norm_eps=config.rms_norm_eps, hc_eps=config.hc_eps)
+    modules = [module for _, module in nnx.iter_modules(abstract_model(config))]
+    norms = [module for module in modules if isinstance(module, RMSNorm)]
+    # A layer has 4 norms and one more in each compressor (1 at ratio 4, 1 of its indexer, 1 at ratio 128); the MTP layer
+    # has 3 of its own.
+    assert len(norms) == 4 * 4 + 3 + 3 + 1 and {norm.eps for norm in norms} == {3e-5}
+    assert {m.eps for m in modules if isinstance(m, SelfMixedBlock | HybridAttention)} == {3e-5}
+    assert {m.hc_eps for m in modules if isinstance(m, SelfMixedBlock)} == {2e-6}
+    assert {(m.head_eps, m.head_norm_eps) for m in modules if isinstance(m, StreamHead)} == {(2e-6, 3e-5)}
+
+
 @pytest.mark.parametrize("key", REQUIRED)
 def test_ac_16_a_missing_key_is_an_error(key):
     raw = official_v4_config("pro") | {}
@@ -132,6 +152,10 @@ DSPARK = official_v4_config("flash-0731")
         ({"scoring_func": "tanh"}, "scoring_func = 'tanh' is not supported"),
         ({"swiglu_limit": -1.0}, "swiglu_limit = -1.0 must not be negative"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.type = 'linear' is not supported; allowed: 'yarn'"),
+        (
+            {"rope_scaling": official_v4_config("flash")["rope_scaling"] | {"mscale": 1.0}},
+            "rope_scaling.mscale is set, but V4 scales attention by head_dim^-0.5 alone",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(change, sentence):
