@@ -1,5 +1,6 @@
 """GPU kernels for DeepSeek sparse attention, each with a plain JAX reference. Pure functions on arrays."""
 
+from pallas_kernels.cache_write import Rotation, quantize_index_queries, write_rows
 from pallas_kernels.candidate_logits import (
     Candidates,
     candidate_logits,
@@ -66,10 +67,12 @@ __all__ = [
     "positions_to_slots",
     "pow2ceil",
     "quantize_fp8",
+    "quantize_index_queries",
     "quantize_mxfp4",
     "quantize_nvfp4",
     "ragged_candidate_logits",
     "RecordFormat",
+    "Rotation",
     "scatter_paged",
     "scatter_rows",
     "select",
@@ -82,4 +85,5 @@ __all__ = [
     "V32",
     "V41MXFP8",
     "V41NVFP4",
+    "write_rows",
 ]

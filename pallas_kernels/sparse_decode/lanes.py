@@ -47,7 +47,7 @@ def load_queries(q_ref, q_s, first, wg):
     def load(_, q_ref, q_s, first, wg):
         i64, i8 = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
         four = ir.VectorType.get((4,), i32_type())
-        thread = arith.addi(arith.muli(mosaic.scalar(wg), i32(128)), arith.remui(utils.thread_idx(), i32(128)))
+        thread = arith.addi(arith.muli(mosaic.scalar(wg), i32(128)), arith.remui(rows.own_thread(), i32(128)))
         start = arith.muli(arith.extui(i64, mosaic.scalar(first)), utils.c(2 * width, i64))
         source = utils.getelementptr(mosaic.global_pointer(q_ref), [start], i8)
         to = utils.memref_ptr(q_s)
@@ -98,7 +98,7 @@ class Maxima:
 
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def reset(_, ref, turn):
-            head = arith.remui(utils.thread_idx(), i32(self.heads))
+            head = arith.remui(rows.own_thread(), i32(self.heads))
             start = _key(utils.c(START, ir.F32Type.get()))
             for copy in (0, 2):
                 at = arith.addi(head, self._copy(turn, copy))
@@ -157,7 +157,7 @@ class Maxima:
 
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def pass_on(_, ref, turn):
-            head = arith.remui(utils.thread_idx(), i32(self.heads))
+            head = arith.remui(rows.own_thread(), i32(self.heads))
             here, there = (
                 utils.getelementptr(utils.memref_ptr(ref), [arith.addi(head, self._copy(turn, copy))], i32_type())
                 for copy in range(2)
@@ -211,7 +211,7 @@ def offer_sums(sums, sums_s, wg):
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), LANE_SUMS, SCALAR), twin=twin)
     def offer(_, sums_s, sums, wg):
-        warp = arith.divui(arith.remui(utils.thread_idx(), i32(128)), i32(32))
+        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
         row = arith.addi(arith.muli(mosaic.scalar(wg), i32(4)), warp)
         head = _first_head(heads)
         at = arith.addi(arith.muli(row, i32(heads)), head)
@@ -241,8 +241,8 @@ def write_probabilities(p_s, p):
     @mosaic.lane_code(arg_types=(plgpu.RefType(HALF_TILE), WGMMA), twin=twin)
     def write(_, p_s, p):
         heads = p.shape[1]
-        lane = arith.remui(utils.thread_idx(), i32(32))
-        warp = arith.divui(arith.remui(utils.thread_idx(), i32(128)), i32(32))
+        lane = arith.remui(rows.own_thread(), i32(32))
+        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
         matrix, row = arith.remui(arith.divui(lane, i32(8)), i32(2)), arith.remui(lane, i32(8))
         chunk = arith.addi(arith.muli(arith.remui(warp, i32(2)), i32(2)), matrix)
         chunk = arith.xori(chunk, arith.divui(row, i32(2)))  # the 64-byte swizzle
@@ -279,8 +279,8 @@ def store_output(out_ref, accs, row, wg):
         f32 = ir.F32Type.get()
         wide = jnp.dtype(out_ref_dtype) == jnp.float32
         size = 4 if wide else 2
-        lane = arith.remui(utils.thread_idx(), i32(32))
-        warp = arith.divui(arith.remui(utils.thread_idx(), i32(128)), i32(32))
+        lane = arith.remui(rows.own_thread(), i32(32))
+        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
         first = arith.addi(mosaic.scalar(row), arith.muli(_quad(), i32(2)))
         column = arith.addi(arith.muli(warp, i32(32)), arith.muli(arith.divui(lane, i32(4)), i32(4)))
         column = arith.addi(column, arith.muli(mosaic.scalar(wg), i32(128 * parts)))
@@ -321,7 +321,7 @@ def _per_head(registers, shape):
 
 def _first_head(heads):
     """The first of the two heads that a lane has after `_across_lanes`; at least `heads` for a lane that has none."""
-    lane = arith.remui(utils.thread_idx(), i32(32))
+    lane = arith.remui(rows.own_thread(), i32(32))
     head, held = arith.muli(_quad(), i32(2)), _power_of_two(heads // 8)
     for bit in _LANE_BITS:
         if held > 1:
@@ -337,7 +337,7 @@ def _across_lanes(array, combine, neutral):
     Lanes that hold the same heads halve them among each other, as long as there are two pairs of them.
     """
     heads = array.shape[1]
-    lane = arith.remui(utils.thread_idx(), i32(32))
+    lane = arith.remui(rows.own_thread(), i32(32))
     columns = [combine(*pair) for pair in _row_pairs(array)]
     held = list(zip(columns[::2], columns[1::2]))
     nothing = utils.c(neutral, ir.F32Type.get())
@@ -400,4 +400,4 @@ def _elements(register):
 
 
 def _quad():
-    return arith.remui(utils.thread_idx(), i32(4))
+    return arith.remui(rows.own_thread(), i32(4))

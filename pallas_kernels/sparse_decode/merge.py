@@ -12,7 +12,6 @@ from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention.online_softmax import START
 
 _TOGETHER = 8  # parts that are read at once
-_BLOCKS = 8 * mosaic.CORES
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -23,12 +22,13 @@ def combine(out, lse, outs, lses, sink, schedule):
     """
     heads, values = sink.shape[0], out.shape[1]
     layout = plgpu.Layout.WG_STRIDED((values,), vec_size=values // 128)
+    threads = 1 if mosaic.is_interpreted() else 8 * mosaic.CORES
 
     def body(outs_ref, lses_ref, sink_ref, merged_ref, count_ref, out_ref, lse_ref):
         block = lax.axis_index("block")
 
         def item(i, _):
-            number = block + i * _BLOCKS
+            number = block + i * threads
             entry, head = number // heads, lax.rem(number, heads)
             row, first, count = (merged_ref[entry, k] for k in range(3))
             rounds = (count + _TOGETHER - 1) // _TOGETHER
@@ -61,12 +61,12 @@ def combine(out, lse, outs, lses, sink, schedule):
             lse_ref[row * heads + head] = jnp.where(nothing, -jnp.inf, high + jnp.log(jnp.where(nothing, 1.0, total)))
 
         items = count_ref[0] * heads
-        lax.fori_loop(0, (items - block + _BLOCKS - 1) // _BLOCKS, item, None)
+        lax.fori_loop(0, (items - block + threads - 1) // threads, item, None)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
-        grid=(_BLOCKS if not mosaic.is_interpreted() else 2,),
+        grid=(threads,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(outs, lses, sink, schedule.merged, schedule.merged_count[None], out_box, lse_box)

@@ -62,7 +62,8 @@ def make_schedule(widths, lengths, rows: int, heads: int, split_size=None, num_s
     blocks = xp.zeros(rows, xp.int32) + sum(list_blocks(widths, lengths))
     units = xp.maximum((blocks + 1) // 2, 1).astype(xp.int32)
     most = max(1, -(-sum(-(-width // BLOCK) for width in widths) // 2))
-    threads = max(1, mosaic.CORES // head_groups(heads))
+    cores = 2 if mosaic.is_interpreted() else mosaic.CORES  # the interpreter runs one thread block after the other
+    threads = max(1, cores // head_groups(heads))
     if split_size is not None:
         return _fixed(xp, units, -(-most * UNIT // split_size), threads, size=split_size // UNIT)
     if num_splits is not None:

@@ -204,7 +204,7 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
         arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR), twin=lambda *_: None
     )
     def write(_, raw_ref, scale_ref, odd_ref, which):
-        thread = arith.remui(utils.thread_idx(), i32(128))
+        thread = arith.remui(own_thread(), i32(128))
         token, part = arith.remui(thread, i32(BLOCK)), arith.divui(thread, i32(BLOCK))
         raw, to = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
 
@@ -232,7 +232,7 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
         if any(layout.format == V32() for layout in layouts):
             text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
             any_odd = asm(text, "=r,r", [odd], i32_type())
-            llvm.store(any_odd, utils.getelementptr(utils.memref_ptr(odd_ref), [_warp()], i32_type()))
+            llvm.store(any_odd, utils.getelementptr(utils.memref_ptr(odd_ref), [arith.divui(thread, i32(32))], i32_type()))
 
     write(raw_ref, scale_ref, odd_ref, which)
 
@@ -526,6 +526,11 @@ def _fragment(registers, shape):
     return mgpu.FragmentedArray(
         _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
     )
+
+
+def own_thread():
+    """This thread's number, read anew: what is computed from it is not kept in registers from one use to the next."""
+    return asm("mov.u32 $0, %tid.x;", "=r", [], i32_type())
 
 
 def _pair():

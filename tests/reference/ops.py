@@ -144,6 +144,23 @@ def page(kind, rows, stride):
     return np.frombuffer(filled.ljust(stride, b"\0"), np.uint8)
 
 
+def rotate(x, cos, sin, pairs):
+    """One row x [width] turned by angles [half]: pairs "interleaved" at its end, or "half_split" at its start."""
+    out, half = np.array(x, np.float32), len(cos)
+    for i in range(half):
+        a, b = (i, i + half) if pairs == "half_split" else (len(x) - 2 * half + 2 * i, len(x) - 2 * half + 2 * i + 1)
+        out[a] = np.float32(x[a] * cos[i]) - np.float32(x[b] * sin[i])
+        out[b] = np.float32(x[a] * sin[i]) + np.float32(x[b] * cos[i])
+    return out
+
+
+def hadamard(x):
+    """One row times the Hadamard matrix in natural order, over the root of its width; float64 sums."""
+    i = np.arange(len(x))
+    signs = np.array([[-1.0 if bin(a & b).count("1") % 2 else 1.0 for b in i] for a in i])
+    return (signs @ np.asarray(x, np.float64) * len(x) ** -0.5).astype(np.float32)
+
+
 # ---------------------------------------------------------------- selection
 
 
