@@ -18,6 +18,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_kernels import mosaic
 
 ROWS = 64  # rows of a tile
+BLOCK = 128  # columns of a block of one
+_BLOCK_BYTES = 2 * ROWS * BLOCK
 TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _PLACES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -128,69 +130,89 @@ def look_up(list_refs, limits, which, base, count):
     return load(which, base, count, *list_refs)
 
 
-def gather(tile_ref, bias_ref, source_refs, which, places, *, width: int):
+def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, columns: range):
     """Starts copying the rows at `places` (of `look_up`) of ``source_refs[which]`` to a tile, by a warpgroup.
 
-    tile_ref: bf16 [64, >= width] with the transforms TILE. source_refs: device memory [rows, width] of bf16. A row that
-    is none is filled with zeros. bias_ref: float32 [64], gets 0 where there is a row, and -inf where there is none.
+    ring_ref: bf16 [R, 64, 128] with the transforms TILE, of which the tile has the four blocks from `block` on, the
+    first behind the last: 128 of the rows' first 512 values each. columns: which of the four are copied. tail_ref:
+    bf16 [64, 64] for the values from 512 on, bias_ref: float32 [64] that gets 0 where there is a row and -inf where
+    there is none; None to leave them out. source_refs: bf16 rows in device memory. A row that is none becomes zeros.
     """
-    columns = width // 64
-    stride = tile_ref.shape[-1] // 64 * 1024  # bytes from eight rows of the tile to the next eight
+    blocks = ring_ref.shape[0]
+    width = source_refs[0].shape[1]
+    optional = [ref for ref in (tail_ref, bias_ref) if ref is not None]
 
-    def twin(tile_ref, bias_ref, which, places, *refs):
+    def twin(ring_ref, which, places, block, *refs):
+        tail, bias = (next(each) if ref is not None else None for each in [iter(refs)] for ref in (tail_ref, bias_ref))
+        refs = refs[len(optional) :]
         for row in range(ROWS):
             place = places[32 * (row // 16) + row % 16]
             found = jnp.zeros((width,), jnp.bfloat16)
             for i, ref in enumerate(refs):
                 found = jnp.where(which == i, ref[jnp.clip(place, 0, ref.shape[0] - 1)], found)
-            tile_ref[row, pl_ds(width)] = jnp.where(place >= 0, found, 0)
-        bias_ref[...] = jnp.where(places.reshape(4, 32)[:, :16].reshape(ROWS) >= 0, 0.0, -jnp.inf)
+            found = jnp.where(place >= 0, found, 0)
+            for b in columns:
+                ring_ref[jax.lax.rem(block + b, blocks), row] = found[BLOCK * b : BLOCK * (b + 1)]
+            if tail is not None:
+                tail[row] = found[4 * BLOCK :]
+        if bias is not None:
+            bias[...] = jnp.where(places.reshape(4, 32)[:, :16].reshape(ROWS) >= 0, 0.0, -jnp.inf)
+
+    types = [plgpu.RefType(TILE)] * (tail_ref is not None) + [plgpu.RefType()] * (bias_ref is not None)
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(TILE), plgpu.RefType(), _SCALAR, _PLACES, *[plgpu.RefType()] * len(source_refs)),
+        arg_types=(plgpu.RefType(TILE), _SCALAR, _PLACES, _SCALAR, *types, *[plgpu.RefType()] * len(source_refs)),
         twin=twin,
     )
-    def copy(_, tile_ref, bias_ref, which, places, *refs):
+    def copy(_, ring_ref, which, places, block, *refs):
         i64 = ir.IntegerType.get_signless(64)
         f32 = ir.F32Type.get()
-        which = mosaic.scalar(which)
-        source = mosaic.global_pointer(refs[0])
-        for i, ref in enumerate(refs[1:], 1):
+        which, block = mosaic.scalar(which), mosaic.scalar(block)
+        sources = refs[len(optional) :]
+        source = mosaic.global_pointer(sources[0])
+        for i, ref in enumerate(sources[1:], 1):
             source = arith.select(_equal(which, i), mosaic.global_pointer(ref), source)
         source = llvm.ptrtoint(i64, source)
         place = vector.extract(places.registers.flat[0], [], ir.DenseI64ArrayAttr.get([0]))
         thread = arith.remui(utils.thread_idx(), _i32(128))
-        first = arith.muli(arith.divui(thread, _i32(32)), _i32(16))  # row of the tile of this warp
-        lane = arith.remui(thread, _i32(32))
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         part, group = arith.remui(lane, _i32(8)), arith.divui(lane, _i32(8))
-        bias = arith.select(
-            arith.cmpi(arith.CmpIPredicate.slt, place, _i32(0)), utils.c(float("-inf"), f32), utils.c(0.0, f32)
-        )
-        bias_row = arith.addi(first, arith.remui(lane, _i32(16)))
-        llvm.store(bias, utils.getelementptr(utils.memref_ptr(bias_ref), [bias_row], f32))
-        to = arith.addi(_address(tile_ref, _i32(0), 1), arith.muli(arith.divui(first, _i32(8)), _i32(stride)))
+        if bias_ref is not None:
+            bias = arith.select(_less(place, _i32(0)), utils.c(float("-inf"), f32), utils.c(0.0, f32))
+            row = arith.addi(arith.muli(warp, _i32(16)), arith.remui(lane, _i32(16)))
+            llvm.store(bias, utils.getelementptr(utils.memref_ptr(refs[len(optional) - 1]), [row], f32))
+        # Where the first eight of the warp's rows go, in every piece, and how far it is from there to the other eight.
+        pieces, warp_from = [], arith.muli(warp, _i32(4096))
+        for b in columns:
+            if blocks % 4 == 0:  # then a tile's blocks lie together
+                first = pieces[0][0] if pieces else arith.addi(_address(ring_ref, block, _BLOCK_BYTES), warp_from)
+                pieces.append((first, b * _BLOCK_BYTES, 2048, 2 * BLOCK * b, 2))
+                continue
+            at = arith.addi(block, _i32(b))
+            at = arith.subi(at, arith.select(_less(at, _i32(blocks)), _i32(0), _i32(blocks)))
+            pieces.append((arith.addi(_address(ring_ref, at, _BLOCK_BYTES), warp_from), 0, 2048, 2 * BLOCK * b, 2))
+        if tail_ref is not None:
+            to = arith.addi(_address(refs[0], _i32(0), 1), arith.muli(warp, _i32(2048)))
+            pieces.append((to, 0, 1024, 8 * BLOCK, 1))
         from_part = arith.addi(source, arith.extui(i64, arith.muli(part, _i32(16))))
         policy = _asm("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", [], i64)
-        lines = "".join(
-            f"cp.async.cg.shared.global.L2::cache_hint.L2::256B [$0+{1024 * b}], [$1+{128 * b}], 16, $2, $3;\n"
-            for b in range(columns)
-        )
         for i in range(4):
             row = arith.addi(group, _i32(4 * i))  # within the warp's 16
             found = nvvm.shfl_sync(_i32(-1), place, row, _i32(31), nvvm.ShflKind.idx)
-            there = arith.cmpi(arith.CmpIPredicate.sge, found, _i32(0))
-            size = arith.select(there, _i32(16), _i32(0))
+            size = arith.select(_less(found, _i32(0)), _i32(0), _i32(16))
             begin = arith.muli(arith.extui(i64, arith.maxsi(found, _i32(0))), utils.c(2 * width, i64))
+            begin = arith.addi(from_part, begin)
             within = arith.remui(row, _i32(8))
             offset = arith.addi(arith.muli(within, _i32(128)), arith.muli(arith.xori(part, within), _i32(16)))
-            offset = arith.addi(offset, _i32(i // 2 * stride))
-            _asm(lines, "r,l,r,l,~{memory}", [arith.addi(to, offset), arith.addi(from_part, begin), size, policy])
+            for to, further, stride, first, count in pieces:
+                lines = "".join(
+                    "cp.async.cg.shared.global.L2::cache_hint.L2::256B "
+                    f"[$0+{further + i // 2 * stride + 1024 * n}], [$1+{first + 128 * n}], 16, $2, $3;\n"
+                    for n in range(count)
+                )
+                _asm(lines, "r,l,r,l,~{memory}", [arith.addi(to, offset), begin, size, policy])
 
-    copy(tile_ref, bias_ref, which, places, *source_refs)
-
-
-def pl_ds(size):
-    return slice(0, size)
+    copy(ring_ref, which, places, block, *optional, *source_refs)
 
 
 def _window(start, length):

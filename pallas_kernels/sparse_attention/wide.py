@@ -21,37 +21,40 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention import gather as rows
 from pallas_kernels.sparse_attention.online_softmax import START
+from pallas_kernels.sparse_attention.ring import BLOCKS, KEYS, TILES, VALUES, Launch, check_blocks, scratch, start, tile
 
-BLOCK = rows.ROWS
 HEADS = 64  # of a thread block: rows of a wgmma
-VALUES = 512
-_QUARTER = VALUES // 4
+_HELD = 3  # blocks of the queries in registers
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(1)
-_PER_ROW = plgpu.Layout.WGMMA.reduce(0)
+_PER_KEY = plgpu.Layout.WGMMA.reduce(0)
+_LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
     """How shared memory and registers are shared out. Checks itself.
 
-    slots: tiles of rows. held: columns of the queries in registers. score, apply, gather: registers of a thread of the
-    scoring, the summing and the gathering warpgroup.
+    ring: blocks of the ring. score, apply, gather: registers of a thread of the scoring, the summing and the gathering
+    warpgroup.
     """
 
-    slots: int
-    held: int
-    score: int = 168
-    apply: int = 160
-    gather: int = 24
+    ring: int
+    score: int
+    apply: int
+    gather: int
 
     def __post_init__(self):
+        check_blocks(self.ring)
         if any(n % 8 or not 24 <= n <= 232 for n in (self.score, self.apply, self.gather)):
             raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 232.")
         if self.score + 2 * self.apply + self.gather > 512:
             raise ValueError(f"{self}: one scoring, two summing and one gathering thread have 512 registers together.")
 
 
-CONFIGS = {512: TuningConfig(slots=3, held=384), 576: TuningConfig(slots=2, held=320)}
+CONFIGS = {
+    512: TuningConfig(ring=12, score=160, apply=160, gather=32),
+    576: TuningConfig(ring=11, score=168, apply=160, gather=24),
+}
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "config"))
@@ -62,248 +65,188 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
     groups = -(-heads // HEADS)
     items = tokens * groups
     used = min(heads, HEADS)
-    many = len(lists)
-    widths = [each.shape[1] for each in lists]
-    limits = [kv.shape[0] for kv in kvs]
     threads = min(mosaic.CORES, items)
-    padded = -(-heads // HEADS) * HEADS if heads < HEADS else heads
-    held = config.held
-    slots = config.slots
-    apart = width == VALUES  # whether probabilities have buffers of their own, and not their tile's columns behind the values
-    stay = [c for c in range(held, width, BLOCK)]  # where the columns of the queries begin that stay in shared memory
+    padded = max(heads, HEADS)
+    tailed = width > VALUES
     interpreted = mosaic.is_interpreted()
-    log2e = math.log2(math.e)
-    scratch = {"kv": plgpu.SMEM((slots, BLOCK, width), jnp.bfloat16, transforms=rows.TILE)}
-    if apart:
-        scratch["p"] = plgpu.SMEM((2, HEADS, BLOCK), jnp.bfloat16, transforms=rows.TILE)
-    if stay:
-        scratch["stay"] = plgpu.SMEM((HEADS, BLOCK * len(stay)), jnp.bfloat16, transforms=rows.TILE)
-    if interpreted:
-        scratch["full"] = plgpu.Barrier(num_barriers=slots)
-    if interpreted and held:  # whose wgmma takes no operand in registers
-        scratch["q"] = plgpu.SMEM((HEADS, held), jnp.bfloat16, transforms=rows.TILE)
-    scratch |= {
-        # Of every slot's keys their bias, and of heads what older sums shrink by; then the barriers of the copies. In one
-        # piece, as every piece is rounded up and nothing is left.
-        "small": plgpu.SMEM((2 * slots + 1, BLOCK), jnp.float32),
-        "empty": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-        "scored": plgpu.Barrier(num_barriers=slots),
-        "weighed": plgpu.Barrier(num_barriers=slots),
+    launch = Launch(kvs, lists, lengths, jnp.pad(sink, (0, padded - heads)))
+    arrays = launch.arrays
+    refs = {
+        # Keys' last columns, and when a tile is scored its probabilities; without such columns, probabilities alone.
+        "tail": tile((TILES if tailed else 2, KEYS, KEYS)),
+        "rest": tile((HEADS, width - _HELD * rows.BLOCK)),  # of the queries
+        "scored": plgpu.Barrier(num_barriers=TILES),
+        "weighed": plgpu.Barrier(num_barriers=TILES),
         "final": plgpu.Barrier(),
         "started": plgpu.Barrier(num_arrivals=4),
     }
+    refs |= scratch(config.ring, small=TILES, users=2)
+    if interpreted:  # whose wgmma takes no operand in registers
+        refs["q"] = tile((_HELD, HEADS, rows.BLOCK))
 
-    def body(q_ref, *refs):
-        kv_refs, list_refs, length_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
-        sink_ref, out_ref, lse_ref, *scratch_refs = refs[3 * many :]
-        at = dict(zip(scratch, scratch_refs))
-        full = rows.CopyBarriers(at["full"] if interpreted else at["small"].at[2 * slots], slots)
-        bias_s, shrink_s = at["small"].at[pl.ds(0, slots)], at["small"].at[pl.ds(slots, slots)]
+    def body(q_ref, *all_refs):
+        *array_refs, out_ref, lse_ref = all_refs[: len(arrays) + 2]
+        at = dict(zip(refs, all_refs[len(arrays) + 2 :]))
+        ring, sink_ref = launch.ring(at, tailed, q_ref, array_refs)
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
 
         def place(i):
-            """Query row, first head, and tiles of either list, of this thread block's item number i."""
+            """Query row and first head of this thread block's item number i."""
             item = thread + i * threads
-            token, group = item // groups, lax.rem(item, groups)
-            head = jnp.minimum(group * HEADS, max(heads - HEADS, 0))
-            seen = [jnp.clip(ref[token], 0, k) for ref, k in zip(length_refs, widths)]
-            return token, head, seen, [(n + BLOCK - 1) // BLOCK for n in seen]
+            return item // groups, jnp.minimum(lax.rem(item, groups) * HEADS, max(heads - HEADS, 0))
+
+        count = (items - thread + threads - 1) // threads
 
         def probabilities(position):
-            if apart:
-                return at["p"].at[lax.rem(position, 2)]
-            return at["kv"].at[lax.rem(position, slots), :, pl.ds(VALUES, BLOCK)]
+            return at["tail"].at[lax.rem(position, at["tail"].shape[0])]
 
-        def every_item(step, state):
-            return lax.fori_loop(0, (items - thread + threads - 1) // threads, step, state)
-
-        def count(tiles):
-            return jnp.maximum(sum(tiles), 1)  # an empty list is one tile of nothing
+        def shrink_s(position):
+            """What the sums of older tiles are multiplied with, of every head."""
+            return at["small"].at[TILES + lax.rem(position, TILES)]
 
         def gather():
             plgpu.set_max_registers(config.gather, action="decrease")
 
-            def fill(which, places, position):
-                slot = lax.rem(position, slots)
+            def row(i):
+                token, head = place(i)
+                return token, token * heads + head
 
-                @pl.when(position >= slots)
-                def _():
-                    plgpu.barrier_wait(at["empty"].at[slot])
-
-                rows.gather(at["kv"].at[slot], bias_s.at[slot], (q_ref, *kv_refs), which, places, width=width)
-                full.arrive(slot)
-                return position + 1
-
-            def item(i, position):
-                token, head, seen, tiles = place(i)
-
-                def look_up(tile):
-                    if many == 1:
-                        source = (jnp.int32(1), token * widths[0] + tile * BLOCK, seen[0] - tile * BLOCK)
-                    else:
-                        first = tile < tiles[0]
-                        tile = jnp.where(first, tile, tile - tiles[0]) * BLOCK
-                        base = token * jnp.where(first, widths[0], widths[1]) + tile
-                        source = (jnp.where(first, 1, 2), base, jnp.where(first, seen[0], seen[1]) - tile)
-                    return rows.look_up(list_refs, limits, *source), source[0]
-
-                places, which = look_up(jnp.int32(0))
-                own = rows.look_up(list_refs, limits, jnp.int32(0), token * heads + head, jnp.int32(used))
-                position = fill(jnp.int32(0), own, position)
-
-                def tile(j, state):
-                    places, which, position = state
-                    following = look_up(j + 1)
-                    return *following, fill(which, places, position)
-
-                return lax.fori_loop(0, count(tiles), tile, (places, which, position))[2]
-
-            position = every_item(item, jnp.int32(0))
-
-            def see_used(i, _):
-                plgpu.barrier_wait(at["empty"].at[lax.rem(i, slots)])
-
-            lax.fori_loop(jnp.maximum(position - slots, 0), position, see_used, None)
+            ring.gather(count, row, queries=used)
 
         def score():
             plgpu.set_max_registers(config.score, action="increase")
 
             def see_used(position):
                 """Waits until the probabilities of two tiles ago were used; queries count as a tile."""
-                if apart:
+                if not tailed:
+                    ring.wait_used(position - 2)
 
-                    @pl.when(position >= 2)
-                    def _():
-                        plgpu.barrier_wait(at["empty"].at[lax.rem(position - 2, slots)])
-
-            def item(i, position):
-                token, head, _, tiles = place(i)
-                slot = lax.rem(position, slots)
-                full.wait(slot, position // slots)
+            def load_queries(position):
+                """The first blocks of the queries in registers; the others go to where they stay."""
+                ring.wait_early(position)
+                ring.wait_late(position)
                 see_used(position)
-                if held:
-                    q = plgpu.load(at["kv"].at[slot, :, pl.ds(0, held)], layout=plgpu.Layout.WGMMA)
-                    if interpreted:
-                        at["q"][...] = q
-                        q = at["q"]
-                for n, column in enumerate(stay):
-                    part = plgpu.load(at["kv"].at[slot, :, pl.ds(column, BLOCK)], layout=plgpu.Layout.WGMMA)
-                    at["stay"][:, pl.ds(n * BLOCK, BLOCK)] = part
+                q = [plgpu.load(ring.block(position, n), layout=plgpu.Layout.WGMMA) for n in range(_HELD)]
+                if interpreted:
+                    for n in range(_HELD):
+                        at["q"][n] = q[n]
+                    q = [at["q"].at[n] for n in range(_HELD)]
+                for n in range(_HELD, BLOCKS):
+                    part = plgpu.load(ring.block(position, n), layout=plgpu.Layout.WGMMA)
+                    at["rest"][:, pl.ds((n - _HELD) * rows.BLOCK, rows.BLOCK)] = part
+                if tailed:
+                    part = plgpu.load(ring.tail(position), layout=plgpu.Layout.WGMMA)
+                    at["rest"][:, pl.ds((BLOCKS - _HELD) * rows.BLOCK, KEYS)] = part
                 plgpu.commit_smem()
                 for _ in range(2):  # in place of the summing warpgroups, which do not see queries
-                    plgpu.barrier_arrive(at["empty"].at[slot])
+                    ring.release(position)
+                return q
 
-                def tile(j, state):
+            def item(i, position):
+                token, head = place(i)
+                q = load_queries(position)
+
+                def step(j, state):
                     high, total, position = state
-                    slot = lax.rem(position, slots)
-                    keys = at["kv"].at[slot]
-                    full.wait(slot, position // slots)
-                    mosaic.fence_proxies()
+                    ring.wait_early(position)
 
                     def products(acc):
-                        if held:
-                            plgpu.wgmma(acc, q, keys.at[:, pl.ds(0, held)].T)
-                        if stay:
-                            plgpu.wgmma(acc, at["stay"], keys.at[:, pl.ds(held, width - held)].T)
+                        for n in range(BLOCKS):
+                            if n == BLOCKS - ring.late:
+                                ring.wait_late(position)
+                            if n == _HELD and tailed:
+                                rest = at["rest"].at[:, pl.ds((BLOCKS - _HELD) * rows.BLOCK, KEYS)]
+                                plgpu.wgmma(acc, rest, ring.tail(position).T)
+                            rest = at["rest"].at[:, pl.ds((n - _HELD) * rows.BLOCK, rows.BLOCK)]
+                            plgpu.wgmma(acc, q[n] if n < _HELD else rest, ring.block(position, n).T)
                         return acc[...]
 
-                    s = pl.run_scoped(products, plgpu.ACC((HEADS, BLOCK), jnp.float32))
+                    s = pl.run_scoped(products, plgpu.ACC((HEADS, KEYS), jnp.float32))
 
                     @pl.when(j > 0)
                     def _():
-                        plgpu.barrier_arrive(at["scored"].at[slot])
+                        plgpu.barrier_arrive(at["scored"].at[lax.rem(position, TILES)])
 
-                    bias = plgpu.load(bias_s.at[slot], layout=_PER_ROW)
+                    bias = plgpu.load(ring.bias(position), layout=_PER_KEY)
                     s = s + lax.broadcast_in_dim(bias, s.shape, [1])
-                    new = jnp.maximum(high, jnp.max(s, axis=1) * (scale * log2e))
+                    new = jnp.maximum(high, jnp.max(s, axis=1) * (scale * _LOG2E))
                     shrink = jnp.exp2(high - new)
-                    p = jnp.exp2(s * (scale * log2e) - lax.broadcast_in_dim(new, s.shape, [0]))
-                    shrink_s[slot] = shrink
+                    p = jnp.exp2(s * (scale * _LOG2E) - lax.broadcast_in_dim(new, s.shape, [0]))
+                    shrink_s(position)[...] = shrink
                     see_used(position)
                     probabilities(position)[...] = p.astype(jnp.bfloat16)
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(at["weighed"].at[slot])
+                    plgpu.barrier_arrive(at["weighed"].at[lax.rem(position, TILES)])
                     return new, total * shrink + jnp.sum(p, axis=1), position + 1
 
                 high = plgpu.layout_cast(jnp.full((HEADS,), START, jnp.float32), _PER_HEAD)
                 total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD)
-                high, total, position = lax.fori_loop(0, count(tiles), tile, (high, total, position + 1))
-                sinks = plgpu.load(sink_ref.at[pl.ds(head, HEADS)], layout=_PER_HEAD)
+                high, total, position = lax.fori_loop(0, ring.count(token), step, (high, total, position + 1))
+                sinks = plgpu.load(sink_ref.at[pl.ds(head, HEADS)], layout=_PER_HEAD, optimized=False)
                 nothing = total == 0
-                factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp2(sinks * log2e - high)))
-                bias_s[lax.rem(position - 1, slots)] = factor  # the bias of the last tile is not needed any more
+                factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp2(sinks * _LOG2E - high)))
+                ring.bias(position - 1)[...] = factor  # the bias of the last tile is not needed any more
                 plgpu.barrier_arrive(at["final"])
-                lse = jnp.where(nothing, -jnp.inf, high / log2e + jnp.log(jnp.where(nothing, 1.0, total)))
+                lse = jnp.where(nothing, -jnp.inf, high / _LOG2E + jnp.log(jnp.where(nothing, 1.0, total)))
                 lse_ref[pl.ds(token * padded + head, HEADS)] = lse
                 return position
 
-            every_item(item, jnp.int32(0))
+            lax.fori_loop(0, count, item, jnp.int32(0))
 
         def apply():
             plgpu.set_max_registers(config.apply, action="increase")
             # In two pieces, as one wgmma of 256 columns has more registers than a thread starts with.
-            quarters = [pl.ds(wg * 2 * _QUARTER + n * _QUARTER, _QUARTER) for n in range(2)]
-            half = pl.ds(wg * 2 * _QUARTER, 2 * _QUARTER)
+            own = [wg * (BLOCKS // 2) + n for n in range(BLOCKS // 2)]
 
             def item(i, position):
-                token, head, _, tiles = place(i)
-                last = count(tiles) - 1
+                token, head = place(i)
+                last = ring.count(token) - 1
 
-                def tile(j, state):
+                def step(j, state):
                     accs, position = state
-                    slot = lax.rem(position, slots)
-                    kv = at["kv"].at[slot]
-                    plgpu.barrier_wait(at["weighed"].at[slot])
-                    shrink = plgpu.load(shrink_s.at[slot], layout=_PER_HEAD)
+                    plgpu.barrier_wait(at["weighed"].at[lax.rem(position, TILES)])
+                    shrink = plgpu.load(shrink_s(position), layout=_PER_HEAD)
                     mosaic.fence_proxies()
                     shrink = lax.broadcast_in_dim(shrink, accs[0].shape, [0])
                     accs = [acc * shrink for acc in accs]
 
                     @pl.when(j < last)
                     def _():
-                        plgpu.barrier_wait(at["scored"].at[lax.rem(position + 1, slots)])
+                        plgpu.barrier_wait(at["scored"].at[lax.rem(position + 1, TILES)])
 
                     def products(*accs):
-                        for acc, quarter in zip(accs, quarters):
-                            plgpu.wgmma(acc, probabilities(position), kv.at[:, quarter])
+                        for acc, n in zip(accs, own):
+                            plgpu.wgmma(acc, probabilities(position), ring.block(position, n))
 
                     accs = mosaic.accumulate(products, accs)
 
                     @pl.when(j < last)
                     def _():
-                        plgpu.barrier_arrive(at["empty"].at[slot])
+                        ring.release(position)
 
                     return accs, position + 1
 
-                zeros = [
-                    plgpu.layout_cast(jnp.zeros((HEADS, _QUARTER), jnp.float32), plgpu.Layout.WGMMA) for _ in range(2)
-                ]
-                accs, position = lax.fori_loop(0, last + 1, tile, (zeros, position + 1))
+                zero = plgpu.layout_cast(jnp.zeros((HEADS, rows.BLOCK), jnp.float32), plgpu.Layout.WGMMA)
+                accs, position = lax.fori_loop(0, last + 1, step, ([zero] * len(own), position + 1))
                 plgpu.barrier_wait(at["final"])
                 # The last tile's values of this half are not needed any more, and there is no other place for the output.
-                slot = lax.rem(position - 1, slots)
-                factor = plgpu.load(bias_s.at[slot], layout=_PER_HEAD)
+                final = position - 1
+                factor = plgpu.load(ring.bias(final), layout=_PER_HEAD)
                 factor = lax.broadcast_in_dim(factor, accs[0].shape, [0])
-                for acc, quarter in zip(accs, quarters):
-                    at["kv"][slot, :, quarter] = (acc * factor).astype(jnp.bfloat16)
+                for acc, n in zip(accs, own):
+                    ring.block(final, n)[...] = (acc * factor).astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                for row in range(0, used, 8):  # what TMA copies has to lie together
-                    to = out_ref.at[pl.ds(token * heads + head + row, 8), half]
-                    plgpu.copy_smem_to_gmem(at["kv"].at[slot, pl.ds(row, 8), half], to)
+                for n in own:
+                    to = out_ref.at[pl.ds(token * heads + head, used), pl.ds(n * rows.BLOCK, rows.BLOCK)]
+                    plgpu.copy_smem_to_gmem(ring.block(final, n).at[pl.ds(0, used)], to)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(at["empty"].at[slot])
+                ring.release(final)
                 return position
 
-            every_item(item, jnp.int32(0))
+            lax.fori_loop(0, count, item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(wg == 3)
-        def _():
-            full.initialise()
-
-        plgpu.barrier_arrive(at["started"])
-        plgpu.barrier_wait(at["started"])
-        lax.cond(wg == 3, gather, lambda: lax.cond(wg == 2, score, apply))
+        start(gather, lambda: lax.cond(wg == 2, score, apply), ring, at["started"], warpgroup=3)
 
     out, lse = plgpu.kernel(
         body,
@@ -315,12 +258,9 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         grid_names=("thread",),
         num_threads=4,
         thread_name="wg",
-        scratch_types=list(scratch.values()),
+        scratch_types=list(refs.values()),
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-    )(
-        q.reshape(tokens * heads, width), *kvs, *[each.reshape(-1) for each in lists], *lengths,
-        jnp.pad(sink, (0, padded - heads)),
-    )  # fmt: skip
+    )(q.reshape(tokens * heads, width), *arrays)
     return out.reshape(tokens, heads, VALUES), lse.reshape(tokens, padded)[:, :heads]
