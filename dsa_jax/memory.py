@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dsa_jax.config import V41Config
+from dsa_jax.config import ModelConfig, V41Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
 
@@ -91,7 +91,7 @@ def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
 
     Rows of width d: window d + d/32 (MXFP8), compressed d/2 + d/16 (NVFP4), index key d/2 + d/32 (MXFP4).
     """
-    _check_sizes(config, context, batch)
+    check_sizes(config, context, batch)
     width, index = config.head_dim, config.index_head_dim
     window_row, compressed_row, index_row = width + width // 32, width // 2 + width // 16, index // 2 + index // 32
     plan = layer_plan(config)
@@ -116,7 +116,7 @@ def latent_cache_bytes(config: V32Config, context: int, batch: int) -> CacheByte
     A latent row takes its FP8 values, 4 bytes for every 128 of them, and the rotated key in bf16; an index key its FP8
     values and 4 bytes.
     """
-    _check_sizes(config, context, batch)
+    check_sizes(config, context, batch)
     latent_row = config.kv_lora_rank + config.kv_lora_rank // 128 * 4 + 2 * config.qk_rope_head_dim
     rows = {"latent KV": latent_row, "index keys": config.index_head_dim + 4}
     layers = config.num_hidden_layers
@@ -124,7 +124,8 @@ def latent_cache_bytes(config: V32Config, context: int, batch: int) -> CacheByte
     return CacheBytes(float(layers * sum(rows.values())), parts)
 
 
-def _check_sizes(config: V41Config | V32Config, context: int, batch: int) -> None:
+def check_sizes(config: ModelConfig, context: int, batch: int) -> None:
+    """ValueError for a context or batch that a model of this config does not take."""
     if not 1 <= context <= config.max_position_embeddings:
         raise ValueError(
             f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings)."

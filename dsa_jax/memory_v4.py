@@ -2,7 +2,7 @@
 
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
-from dsa_jax.memory import CacheBytes
+from dsa_jax.memory import CacheBytes, check_sizes
 
 
 def cache_bytes(config: V4Config, context: int, batch: int) -> CacheBytes:
@@ -11,12 +11,7 @@ def cache_bytes(config: V4Config, context: int, batch: int) -> CacheBytes:
     A row of window or compressed KV takes its un-rotated values in FP8, the rotated ones in bf16, and a scale byte for
     every 64, padded to 8; an index key of width d takes d/2 + d/32 bytes.
     """
-    if not 1 <= context <= config.max_position_embeddings:
-        raise ValueError(
-            f"context = {context} is outside 1..{config.max_position_embeddings} (max_position_embeddings)."
-        )
-    if batch < 1:
-        raise ValueError(f"batch = {batch} must be at least 1.")
+    check_sizes(config, context, batch)
     plain, rotated, index = config.head_dim - config.qk_rope_head_dim, config.qk_rope_head_dim, config.index_head_dim
     row = plain + 2 * rotated + -(-(plain // 64) // 8) * 8
     index_row = index // 2 + index // 32

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDEN
+from safetensors_files import write_sharded
 from tiny_v32 import CHECKPOINT
 
 from dsa_jax.cli import main
@@ -59,6 +60,23 @@ def test_every_parameter_is_filled_and_the_mtp_layer_is_left_out_with_one_line(c
     assert lm.parameter("layers.0.attn.q_norm.weight").dtype == jnp.float32
     expert = stored["model.layers.1.mlp.experts.5.down_proj.weight_scale_inv"].view()
     assert np.array_equal(np.asarray(scale)[5], expert)
+
+
+def test_converted_names_fill_the_same_parameters(tmp_path):
+    """The same tensors under the names that DeepSeek's converter gives them, as a re-export has them."""
+    stored = scan_checkpoint(CHECKPOINT).tensors
+    renamed = {official_name(name): t for name, t in stored.items() if not name.startswith("model.layers.3.")}
+    shutil.copy(CHECKPOINT / "config.json", tmp_path)
+    write_sharded(
+        tmp_path, {"model.safetensors": {n: (t.dtype, t.shape, t.view().tobytes()) for n, t in renamed.items()}}
+    )
+    assert any(n.endswith("attn.wkv_b.scale") for n in renamed) and not any("self_attn" in n for n in renamed)
+    originals, converted = ({e.path: e for e in plan_of(folder).entries} for folder in (CHECKPOINT, tmp_path))
+    assert set(converted) == set(originals)
+    for path, entry in originals.items():
+        other = converted[path]
+        assert (entry.shape, entry.dtype, entry.conversion) == (other.shape, other.dtype, other.conversion)
+        assert entry.sources[0].view().tobytes() == other.sources[0].view().tobytes(), path
 
 
 def test_a_layer_beyond_the_config_s_is_not_left_out(tmp_path):

@@ -3,16 +3,20 @@
 import jax
 import jax.numpy as jnp
 import jaxtyping
+import numpy as np
 import pytest
+import tolerances
 from official_v4 import official_v4_config
 from tiny_v4 import CHECKPOINT
 
+from dsa_jax import demo_v4
 from dsa_jax.cache.state_v4 import new_cache
 from dsa_jax.config import load_config
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.inspect import inspect_checkpoint
-from dsa_jax.loading import abstract_parameters
+from dsa_jax.loading import abstract_parameters, load_model
+from dsa_jax.memory import weights_per_device
 from dsa_jax.memory_v4 import cache_bytes
 from dsa_jax.numerics import BF16
 from dsa_jax.weights.checkpoint import scan_checkpoint
@@ -91,3 +95,37 @@ def test_the_demo_checkpoint_is_a_v4_checkpoint(tmp_path):
     assert not make_plan(abstract_parameters(report.config), tmp_path).notes
     table = scan_checkpoint(tmp_path).tensors["layers.0.ffn.gate.tid2eid"].view()
     assert 0 <= table.min() < table.max() < report.config.n_routed_experts and (table[:, 0] != table[:, 1]).all()
+
+
+@pytest.fixture
+def with_dspark(tmp_path, monkeypatch):
+    """A demo checkpoint of two layers and two DSpark stages, whose config still says one draft layer."""
+    dspark = {"block_size": 3, "noise_token_id": 5, "target_layer_ids": [0, 1], "markov_rank": 32}
+    changes = {"num_hidden_layers": 2, "compress_ratios": [0, 4, 0, 0]} | {f"dspark_{k}": v for k, v in dspark.items()}
+    monkeypatch.setattr(demo_v4, "RAW_CONFIG", demo_v4.RAW_CONFIG | changes)
+    write_demo_checkpoint(tmp_path, family="v4")
+    return tmp_path
+
+
+def test_a_checkpoint_with_dspark_stages_is_inspected_and_planned(with_dspark):
+    report = inspect_checkpoint(with_dspark)
+    assert report.problems == () and len(report.draft) == 2 and "other" not in report.by_part
+    assert not make_plan(abstract_parameters(report.config), with_dspark).notes, "nothing is left out"
+    assert report.cache.parts["draft streams"] == 0 and report.cache.parts["draft window rows"] > 0
+    markov = weights_per_device(report.config, [("mtp.1.markov_head.markov_w2.weight", report.config.vocab_size)], [2])
+    assert markov == {2: report.config.vocab_size // 2}
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_dspark_stages_drafts_in_the_released_arithmetic(with_dspark):
+    """Windows are FP8 records: drafts after a prompt in one piece and in two are the same block."""
+    lm, prompt = load_model(with_dspark, "bf16", progress=False), list(range(20, 60))
+    drafts = []
+    for pieces in ([prompt], [prompt[:17], prompt[17:]]):
+        cache = lm.new_cache(1, 64)
+        for piece in pieces:
+            _, cache = lm.prefill(cache, [piece], chunk=64)
+        drafts.append(lm.draft(cache, np.array([7], np.int32)))
+    assert drafts[0].ids.shape == (1, 4) and drafts[0].confidence.shape == (1, 3)
+    gap = np.linalg.norm(drafts[0].logits - drafts[1].logits) / np.linalg.norm(drafts[0].logits)
+    assert gap <= tolerances.of("model.arrival.bf16") and np.isfinite(drafts[0].logits).all()

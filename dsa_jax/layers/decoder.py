@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
-from dsa_jax.config import V41Config
+from dsa_jax.config import SharedKVConfig, V41Config
 from dsa_jax.layer_plan import LayerRole
 from dsa_jax.layers.attention import Attention
 from dsa_jax.layers.hyper_connections import Mixes, collapse, expand, mixes
@@ -19,10 +19,10 @@ from dsa_jax.tap import Tap
 State = TypeVar("State")
 
 
-class Block(nnx.Module):
-    """A layer over the copied stream. The mix that a sub-layer reads with comes from the sub-layer before it."""
+class MixedLayer(nnx.Module):
+    """The norms of a layer's two sub-layers, and the hyper-connections around them."""
 
-    def __init__(self, config: V41Config, role: LayerRole, experts: int, experts_per_token: int):
+    def __init__(self, config: SharedKVConfig):
         self.iterations, self.hc_eps, self.eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         copies, width = config.hc_mult, config.hidden_size
         n = 2 * copies + copies * copies
@@ -34,13 +34,28 @@ class Block(nnx.Module):
         self.hc_ffn_fn = nnx.Param(jnp.zeros((n, copies * width), jnp.float32))
         self.hc_ffn_base = nnx.Param(jnp.zeros((n,), jnp.float32))
         self.hc_ffn_scale = nnx.Param(jnp.zeros((3,), jnp.float32))
-        self.attn = Attention(config, role)
-        self.ffn = MoE(config, experts, experts_per_token)
+
+    def attention_mixes(self, stream: Float[Array, "*rows c d"]) -> Mixes:
+        """The mixes that come from the stream in front of attention."""
+        return self._mixes(stream, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+
+    def feed_forward_mixes(self, stream: Float[Array, "*rows c d"]) -> Mixes:
+        """The mixes that come from the stream in front of the experts."""
+        return self._mixes(stream, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
 
     def _mixes(self, stream: Float[Array, "*rows c d"], fn: nnx.Param, scale: nnx.Param, base: nnx.Param) -> Mixes:
         return mixes(
             stream, fn[...], scale[...], base[...], iterations=self.iterations, eps=self.hc_eps, norm_eps=self.eps
         )
+
+
+class Block(MixedLayer):
+    """A layer over the copied stream. The mix that a sub-layer reads with comes from the sub-layer before it."""
+
+    def __init__(self, config: V41Config, role: LayerRole, experts: int, experts_per_token: int):
+        super().__init__(config)
+        self.attn = Attention(config, role)
+        self.ffn = MoE(config, experts, experts_per_token)
 
     def __call__(
         self,
@@ -56,12 +71,12 @@ class Block(nnx.Module):
 
         `attend` is the layer's attention at this step: it takes the normalised input and returns its output and a state.
         """
-        next_mix, post, comb = self._mixes(stream, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        next_mix, post, comb = self.attention_mixes(stream)
         y, state = attend(self.attn_norm(collapse(stream, mix, numerics), numerics))
         if tap is not None:
             tap("attn_out", y)
         stream = expand(y, stream, post, comb, numerics)
-        mix, (next_mix, post, comb) = next_mix, self._mixes(stream, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        mix, (next_mix, post, comb) = next_mix, self.feed_forward_mixes(stream)
         y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), valid, is_image, numerics, tap)
         stream = expand(y, stream, post, comb, numerics)
         if tap is not None:

@@ -10,10 +10,11 @@ from jaxtyping import Array, Float, Int32
 from dsa_jax.cache.state_v4 import LayerCache
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole
+from dsa_jax.layers.decoder import MixedLayer
 from dsa_jax.layers.draft import Attend, DraftHeads, Embedding
 from dsa_jax.layers.hash_moe import HashMoE
 from dsa_jax.layers.hybrid_attention import HybridAttention
-from dsa_jax.layers.hyper_connections import Mixes, collapse, expand, head_mix, mixes
+from dsa_jax.layers.hyper_connections import collapse, expand, head_mix
 from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32
@@ -21,34 +22,19 @@ from dsa_jax.step import Step
 from dsa_jax.tap import Tap
 
 
-class SelfMixedBlock(nnx.Module):
+class SelfMixedBlock(MixedLayer):
     """Attention and experts, each between its own mixes."""
 
     def __init__(self, config: V4Config, role: V4LayerRole):
-        self.iterations, self.hc_eps, self.eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
-        copies, width = config.hc_mult, config.hidden_size
-        n = 2 * copies + copies * copies
-        self.attn_norm = RMSNorm(width, self.eps)
-        self.ffn_norm = RMSNorm(width, self.eps)
-        self.hc_attn_fn = nnx.Param(jnp.zeros((n, copies * width), jnp.float32))
-        self.hc_attn_base = nnx.Param(jnp.zeros((n,), jnp.float32))
-        self.hc_attn_scale = nnx.Param(jnp.zeros((3,), jnp.float32))
-        self.hc_ffn_fn = nnx.Param(jnp.zeros((n, copies * width), jnp.float32))
-        self.hc_ffn_base = nnx.Param(jnp.zeros((n,), jnp.float32))
-        self.hc_ffn_scale = nnx.Param(jnp.zeros((3,), jnp.float32))
+        super().__init__(config)
         self.attn = HybridAttention(config, role)
         self.ffn = HashMoE(config, hash_routed=role.hash_routed)
-
-    def _mixes(self, stream: Float[Array, "*rows c d"], fn: nnx.Param, scale: nnx.Param, base: nnx.Param) -> Mixes:
-        return mixes(
-            stream, fn[...], scale[...], base[...], iterations=self.iterations, eps=self.hc_eps, norm_eps=self.eps
-        )
 
     def attention_input(
         self, stream: Float[Array, "B S c d"], numerics: Numerics
     ) -> tuple[Float[Array, "B S d"], Array, Array]:
         """What attention reads of the stream, normalised, and the mixes that its output is written with."""
-        mix, post, comb = self._mixes(stream, self.hc_attn_fn, self.hc_attn_scale, self.hc_attn_base)
+        mix, post, comb = self.attention_mixes(stream)
         return self.attn_norm(collapse(stream, mix, numerics), numerics), post, comb
 
     def __call__(
@@ -82,7 +68,7 @@ class SelfMixedBlock(nnx.Module):
         if tap is not None:
             tap("attn_out", y)
         stream = expand(y, stream, post, comb, numerics)
-        mix, post, comb = self._mixes(stream, self.hc_ffn_fn, self.hc_ffn_scale, self.hc_ffn_base)
+        mix, post, comb = self.feed_forward_mixes(stream)
         y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), ids, step.valid, numerics, tap)
         stream = expand(y, stream, post, comb, numerics)
         if tap is not None:
