@@ -23,6 +23,8 @@ TABLE |= {
     "ops.sparse_attn.bf16": (0.01, "probabilities and output rounded to bf16 (2^-9 relative each), outputs below 2"),
     "ops.lse.f32": (2e-6, "natural log of a float32 sum, values of a few units"),
     "ops.splits.f32": (1e-6, "the same sums cut at other places (AC-48 states 1e-6)"),
+    "ops.attention_gradient.f32": (1e-5, "float32 sums of up to 80 products of a few units in another order"),
+    "ops.attention_gradient.differences": (0.01, "steps of 0.01 in float32: curvature 1e-4, a sum's rounding over 0.02"),
     "ops.rotation.f32": (1e-5, "an orthogonal transform of both operands in float32 (AC-25 states 1e-5)"),
 }
 
@@ -53,6 +55,10 @@ TABLE |= {
 
 TABLE |= {
     "kernels_indexer.logits": (2e-6, "of the largest score: exact products, float32 sums of 64 heads in another order"),
+}
+
+TABLE |= {
+    "kernels.sparse_attention": (3e-3, "of the output's norm: probabilities and output rounded to bf16 (2^-9 each)"),
 }
 
 # ---------------------------------------------------------------- V4
