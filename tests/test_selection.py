@@ -11,6 +11,7 @@ import tolerances
 
 from dsa_jax import ops
 from dsa_jax.families import family_of
+from dsa_jax.layer_plan_v4 import layer_plan
 from dsa_jax.layer_plan_v32 import latent_plan
 from dsa_jax.layers.latent_attention import LatentAttention
 from dsa_jax.layers.rope import rope_angles
@@ -69,7 +70,7 @@ def test_what_was_not_asked_for_is_not_computed():
 def test_lse_of_selected_rows_beside_a_window():
     """Two caches under one softmax; the selected rows' own sum leaves out window and sink."""
     rng, config = np.random.default_rng(0), tiny_v4.tiny_config()
-    layer = SharedKVAttention(config, tiny_v4.tiny_model().plan[1].rope, norm_heads=True)
+    layer = SharedKVAttention(config, layer_plan(config)[1].rope, norm_heads=True)
     layer.attn_sink.set_value(jnp.array([1.0, -2.0]))
     q = rng.standard_normal((1, 3, 2, 80)).astype(np.float32)
     rows = rng.standard_normal((2, 6, 80)).astype(np.float32)

@@ -53,6 +53,7 @@ def test_ac_42_dense_and_sparse_meet_where_the_list_begins_to_cut():
     assert gap[6:].min() > 100 * tolerances.of("model.arrival.f32")
 
 
+@pytest.mark.slow
 def test_ac_42_the_expanded_form_meets_the_absorbed_one_at_the_cut():
     """Prefills of k-2 .. k+2 tokens at once, in the form that expands keys and values up to k tokens and in the absorbed one
     beyond, against chunks too small to expand anything; then on from there, across the switch."""

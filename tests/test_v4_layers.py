@@ -332,7 +332,8 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
     @jax.jit
     def run(xs, caches, start):
         rows = xs[0].shape[1]
-        step = Step.of(jnp.full((2,), start), jnp.full((2,), rows, jnp.int32), cache.block_table, rows, (config.sliding_window,) * 2)
+        count, window = jnp.full((2,), rows, jnp.int32), (config.sliding_window, config.sliding_window)
+        step = Step.of(jnp.full((2,), start), count, cache.block_table, rows, window)
         outs, after, taps = [], [], Tap()
         for role, (graphdef, state), x, own in zip(roles, layers, xs, caches, strict=True):
             out, own = nnx.merge(graphdef, state)(x, step, own, numerics, taps.within(f"{role.index}."))

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsa_jax import ops

@@ -1,4 +1,4 @@
-"""DeepSeek-V4's language model (Flash and Pro): embed, layers by plan, head; and what drafts, an MTP layer or DSpark's stages."""
+"""DeepSeek-V4's language model: embed, layers by plan, head; and what drafts, an MTP layer or DSpark's stages."""
 
 import jax.numpy as jnp
 from flax import nnx
