@@ -46,7 +46,7 @@ def tuning(multiprocessors, rows, length, element_bytes, selections, has_lengths
     most = 3 * vectors // 4 if joint else vectors  # what 64 registers a thread hold
     if length <= 32768 or 2 * rows > multiprocessors:
         if length > 16384 and rows <= multiprocessors:
-            return TuningConfig(1024, 1, most, samples=1)
+            return TuningConfig(1024, 1, vectors // 2 if joint else vectors, samples=1)
         return TuningConfig(512, 1, vectors, samples=1, prefetch=length // 4 if prefetch else 0)
     samples = max(length // 524288, 1)
     if 8 * rows <= 64 and length >= 65536:
