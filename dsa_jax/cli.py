@@ -90,9 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     compile_report.add_argument("--operation", help="only the kernels of this operation")
     compile_report.add_argument("--json", type=Path, help="write the report here too")
 
+    command("doctor", _doctor, "What is installed here, which kernels run, and whether each computes right.")
+
     bench = command("bench", _bench, "Time an operation's kernels on the GPU at hand, at their named shapes.")
     bench.add_argument("operation", help="such as indexer_logits or top_k")
     bench.add_argument("--shape", action="append", help="only this shape; repeatable")
+    bench.add_argument("--no-xla", action="store_true", help="do not time the same shapes through XLA, which takes longest")
     bench.add_argument("--json", type=Path, help="write the rows here too")
     bench.add_argument("--plot", type=Path, help="draw times and floors into this image file")
     return parser
@@ -264,11 +267,24 @@ def _compile_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(arguments: argparse.Namespace) -> int:
+    from dsa_jax import doctor
+
+    problems = 0
+    for finding in doctor.findings():
+        print(finding.line(), flush=True)
+        problems += finding.ok is False
+    return 1 if problems else 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     from pallas_kernels import bench
 
     rows = bench.run(
-        arguments.operation, shapes=arguments.shape, report=lambda row: print(bench.table([row]).splitlines()[-1], flush=True)
+        arguments.operation,
+        shapes=arguments.shape,
+        xla=not arguments.no_xla,
+        report=lambda row: print(bench.table([row]).splitlines()[-1], flush=True),
     )
     print(bench.table(rows))
     if arguments.json:

@@ -6,10 +6,12 @@ from pallas_kernels.candidate_logits import (
     candidate_logits,
     candidate_positions,
     expand_candidates,
+    make_candidate_schedule,
+    make_ragged_candidate_schedule,
     ragged_candidate_logits,
 )
 from pallas_kernels.dispatch import preferred
-from pallas_kernels.indexer_logits import indexer_logits, paged_indexer_logits
+from pallas_kernels.indexer_logits import indexer_logits, make_indexer_schedule, paged_indexer_logits
 from pallas_kernels.indexing import gather_paged, gather_rows, scatter_paged, scatter_rows
 from pallas_kernels.quantize import (
     dequantize_fp4,
@@ -58,7 +60,10 @@ __all__ = [
     "indexer_logits",
     "IndexFP8",
     "IndexMXFP4",
+    "make_candidate_schedule",
     "make_decode_schedule",
+    "make_indexer_schedule",
+    "make_ragged_candidate_schedule",
     "merge_top_k",
     "Model1",
     "paged_indexer_logits",

@@ -4,8 +4,11 @@ Times are device times of the launched GPU kernels as CUPTI reports them: launch
 are outside. `us` is the median with the L2 cache flushed before every run, `us_hot` the median of runs back to back.
 """
 
+import concurrent.futures
 import dataclasses
 import json
+import logging
+import os
 import statistics
 from collections.abc import Callable, Iterable
 
@@ -15,6 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels import aot, mosaic, platform
 from pallas_kernels.case import Case, floor_us
 
+log = logging.getLogger("pallas_kernels")
 _FLUSHED = 64 * 2**20  # float32 values that a flush reads and writes: 256 MiB, four times the largest L2
 
 
@@ -48,8 +52,8 @@ def run(
     """Measures the named shapes of `operation`.
 
     `shapes` picks some by name; `implementation` is the kernel family (None: that of the GPU at hand); `xla` also times
-    the reference; `report` is called with every row as it is done. A shape that the kernel does not carry is left out
-    and logged by `dispatch`. Raises ValueError for an unknown operation or shape, RuntimeError without an NVIDIA GPU.
+    the reference; `report` is called with every row as it is done. A shape that the kernel does not carry is left out,
+    with a line in the log. Raises ValueError for an unknown operation or shape, RuntimeError without an NVIDIA GPU.
     """
     family = implementation or platform.kernel_name()
     if platform.kernel_name() is None:
@@ -57,28 +61,62 @@ def run(
     chosen = [case for case in aot.cases(operation) if shapes is None or case.shape in set(shapes)]
     if shapes is not None and (unknown := set(shapes) - {case.shape for case in chosen}):
         raise ValueError(f"{operation} has no shape named {', '.join(sorted(unknown))}.")
-    rows = []
-    for case in chosen:
-        row = measure(case, family, iterations, xla)
-        rows.append(row)
-        if report is not None:
-            report(row)
+    rows, flush = [], _Flush()
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        prepared = [(case, _prepare(case, family, xla, pool)) for case in chosen]
+    # All are compiled now: compiling runs kernels of its own, which would be in the way of what is timed.
+    for case, programs in prepared:
+        if programs is not None:
+            row = _measure(case, family, iterations, programs, flush)
+            rows.append(row)
+            if report is not None:
+                report(row)
     return rows
 
 
-def measure(case: Case, family: str, iterations: int = 20, xla: bool = True) -> Row:
-    """Times and checks one case by the kernels of `family`."""
-    arrays = jax.jit(case.make)(jax.random.key(20261129))
-    kernel = jax.jit(lambda *a: case.call(aot.load(case, family), *a))
-    error = case.check(kernel(*arrays), *arrays)
-    flush = jax.jit(lambda x: x + 1)
-    scratch = jnp.ones(_FLUSHED, jnp.float32)
-    cold = statistics.median(mosaic.kernel_times(kernel, arrays, iterations, before=lambda: flush(scratch)))
+class _Flush:
+    """Empties L2 when called."""
+
+    def __init__(self):
+        self.scratch, self.touch = jnp.ones(_FLUSHED, jnp.float32), jax.jit(lambda x: x + 1)
+
+    def __call__(self):
+        return self.touch(self.scratch)
+
+
+def _prepare(case: Case, family: str, xla: bool, pool) -> dict | None:
+    """Programs of a case, which `pool` compiles: what makes its arrays, its kernel, check and reference.
+
+    None, with a line in the log, if the family does not carry the case.
+    """
+    key = jax.random.key(20261129)
+    shapes = jax.eval_shape(case.make, key)
+    try:
+        kernel = jax.jit(lambda *a: case.call(aot.load(case, family), *a)).lower(*shapes)
+    except NotImplementedError as reason:
+        log.warning("%s, %s: left out: %s", case.section, case.shape, reason)
+        return None
+    programs = {"make": jax.jit(case.make).lower(key), "kernel": kernel}
+    try:
+        programs["check"] = jax.jit(case.check).lower(kernel.out_info, *shapes)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):  # it looks at values
+        pass
+    if xla:
+        programs["xla"] = jax.jit(lambda *a: case.call(aot.load(case, "reference"), *a)).lower(*shapes)
+    return {name: pool.submit(program.compile) for name, program in programs.items()}
+
+
+def _measure(case: Case, family: str, iterations: int, programs: dict, flush: Callable) -> Row:
+    """Times and checks one case by its `programs`; `flush` empties L2."""
+    arrays = programs["make"].result()(jax.random.key(20261129))
+    kernel = programs["kernel"].result()
+    check = programs["check"].result() if "check" in programs else case.check
+    error = float(check(kernel(*arrays), *arrays))
+    cold = statistics.median(mosaic.kernel_times(kernel, arrays, iterations, before=flush))
     hot = statistics.median(mosaic.kernel_times(kernel, arrays, iterations))
     plain = None
-    if xla:
-        reference = jax.jit(lambda *a: case.call(aot.load(case, "reference"), *a))
-        times = mosaic.kernel_times(reference, arrays, max(iterations // 10, 2), before=lambda: flush(scratch))
+    if "xla" in programs:
+        times = mosaic.kernel_times(programs["xla"].result(), arrays, max(iterations // 10, 2), before=flush)
         plain = statistics.median(times)
     return Row(
         section=case.section,

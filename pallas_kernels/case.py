@@ -16,7 +16,7 @@ class Case:
       function: the function of that operation, e.g. "paged_indexer_logits".
       make: ``make(key) -> tuple`` of the positional arrays (arrays or pytrees of them) of one random call, jit-able.
       call: ``call(function, *arrays)`` calls `function` (public, reference or kernel) on what `make` returned.
-      check: ``check(output, *arrays) -> float``, relative error of `output` against a higher-precision sample.
+      check: ``check(output, *arrays) -> scalar``, relative error of `output` against a higher-precision sample.
       flops: arithmetic the operation needs, by the peak it is held against (`peak`: "fp8", "bf16" or "none").
       bytes: bytes it must move through device memory.
       targets: kernel families that must compile it, out of "sm90" and "sm100".

@@ -120,22 +120,26 @@ def load_places(places_ref, at):
     return load(places_ref, at)
 
 
-def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places, offset, *, size: int, word_layout):
+def gather_tile(
+    tile_ref, words_ref, values_ref, source_words_ref, places, offset, *, size: int, word_layout, swizzle: int
+):
     """Starts copying 64 rows, in blocks of `size` rows, into one tile, by all of a warpgroup (cp.async).
 
-    tile_ref: [64, n] with rows of 128 bytes (the TMA view of a `row_tile`) or of 64 bytes (no transforms); values_ref:
-    device memory [rows, n]. Block i of the tile starts at row ``offset + i`` of `places`, an array of `load_places`; rows
-    before the first or behind the last are taken as those. words_ref, 4-byte values [64], gets the word of every row
-    (None, as source_words_ref: no words). word_layout: (rows a page, words a page, first word of a page), of which row r
-    has word ``r // rows * words + first + r % rows`` of source_words_ref. The copies of one call are one group of
-    `wait_copies`.
+    tile_ref: [64, n] with rows of 128 or 64 bytes (not tiled; `swizzle` is 128 or 64 as that of its reference, or 0);
+    values_ref: device memory [rows, n]. Block i of the tile starts at row ``places[offset + i]``, `places` being an
+    array of `load_places`; rows before the first or behind the last are taken as those. words_ref, 4-byte values [64],
+    gets the word of every row (None, as source_words_ref: no words). word_layout: (rows a page, words a page, first word
+    of a page), of which row r has word ``r // rows * words + first + r % rows`` of source_words_ref. The copies of one
+    call are one group of `wait_copies`.
     """
     worded = words_ref is not None
     page_rows, page_words, first = word_layout
     blocks, last = 64 // size, values_ref.shape[0] - 1
     row_bytes = values_ref.shape[1] * jnp.dtype(values_ref.dtype).itemsize
-    if row_bytes not in (64, 128):
-        raise ValueError(f"rows of {row_bytes} bytes: tiles are gathered of rows of 64 or 128 bytes.")
+    if row_bytes not in (64, 128) or swizzle not in (0, row_bytes):
+        raise ValueError(
+            f"rows of {row_bytes} bytes, swizzle={swizzle}: rows are of 64 or 128 bytes, the swizzle of as many or 0."
+        )
 
     def twin(tile_ref, values_ref, places, offset, *words):
         for i in range(blocks):
@@ -147,7 +151,7 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places, offse
                     at = source // page_rows * page_words + first + source % page_rows
                     words[0][i * size + row] = words[1][at]
 
-    refs = (plgpu.RefType((plgpu.SwizzleTransform(128),) * (row_bytes == 128)), plgpu.RefType())
+    refs = (plgpu.RefType((plgpu.SwizzleTransform(swizzle),) if swizzle else ()), plgpu.RefType())
     types = (*refs, _EACH_WARP, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * worded))
 
     @lane_code(arg_types=types, twin=twin)
@@ -168,20 +172,20 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places, offse
             source = arith.addi(found, arith.remui(row, constant(size)))
             return arith.minsi(arith.maxsi(source, constant(0)), constant(last))
 
-        # Eight or four threads copy a row, 16 bytes each; rows of 128 bytes land where the 128-byte swizzle wants them.
+        # Eight or four threads copy a row, 16 bytes each, to where the swizzle wants them.
         parts = row_bytes // 16
         part, group = arith.remui(thread, constant(parts)), arith.divui(thread, constant(parts))
-        within = arith.xori(part, arith.remui(group, constant(8))) if row_bytes == 128 else part
-        within = arith.muli(within, constant(16))
+        turn = arith.remui(arith.divui(group, constant(8 // parts)), constant(parts)) if swizzle else constant(0)
+        within = arith.muli(arith.xori(part, turn), constant(16))
         to = utils.memref_ptr(tile_ref)
         rows = [arith.addi(group, constant(128 // parts * i)) for i in range(parts // 2)]
         sources = [place(row) for row in rows]
         if worded:
             word_row = arith.remui(thread, constant(64))
             source = place(word_row)
-            page = arith.divui(source, constant(page_rows))
-            word = arith.addi(constant(first), arith.remui(source, constant(page_rows)))
-            word = arith.addi(arith.muli(page, constant(page_words)), word)
+            page = wide(arith.divui(source, constant(page_rows)), 4 * page_words)
+            word = wide(arith.addi(constant(first), arith.remui(source, constant(page_rows))), 4)
+            word = arith.addi(page, word)
         for row, source in zip(rows, sources):
             begin = arith.addi(wide(source, row_bytes), arith.extui(i64, arith.muli(part, constant(16))))
             nvvm.cp_async_shared_global(
@@ -193,7 +197,7 @@ def gather_tile(tile_ref, words_ref, values_ref, source_words_ref, places, offse
         if worded:  # 64 of 128 threads would do; both halves write the same
             nvvm.cp_async_shared_global(
                 utils.getelementptr(utils.memref_ptr(words[0]), [word_row], i32),
-                utils.getelementptr(global_pointer(words[1]), [wide(word, 4)], i8),
+                utils.getelementptr(global_pointer(words[1]), [word], i8),
                 4,
                 nvvm.LoadCacheModifierKind.CA,
             )

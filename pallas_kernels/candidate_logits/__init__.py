@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float32, Int32, Shaped, UInt8
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.indexer_logits import check_paged, check_rounding
+from pallas_kernels.indexer_logits import check_packed, check_paged
 from pallas_kernels.records import PagedRows
 
 
@@ -67,61 +67,100 @@ def candidate_positions(
 
 
 def candidate_logits(
-    q: Float[Array, "B N H D"],
+    q: Shaped[Array, "B N H stored"],
     keys: PagedRows,
-    weights: Float[Array, "B N H"],
+    weights: Shaped[Array, "B N H"],
     candidates: Candidates,
     *,
     context_lens: Int32[Array, "B N"],
     block_table: Int32[Array, "B M"],
+    q_scale: UInt8[Array, "B N H G"] | None = None,
     rounding: Any = None,
+    schedule: Any = None,
     implementation: str | None = None,
 ) -> Float32[Array, "B N W"]:
     """Indexer scores of the candidate blocks, [B, N, C * block_size]; -inf where nothing is visible.
 
-    Keys, lengths, table, arithmetic and rounding as in indexer_logits.paged_indexer_logits; columns as `Candidates`
-    says. A column's score equals the dense score of its position up to the order of the sums.
+    Queries, keys, lengths, table, arithmetic and rounding as in indexer_logits.paged_indexer_logits; columns as
+    `Candidates` says. A column's score equals the dense score of its position up to the order of the sums. schedule: of
+    `make_candidate_schedule` for the same candidates, lengths and table, made once per step; None makes it here.
     """
     sizes = {}
-    check_paged(q, keys, weights, context_lens, block_table, rounding, sizes)
+    check_paged(q, keys, weights, context_lens, block_table, rounding, sizes, q_scale)
     checks.shape("candidates.blocks", candidates.blocks, "B N C", sizes)
     return dispatch.call(
         __name__, "candidate_logits", implementation, q, keys, weights, candidates, context_lens=context_lens,
-        block_table=block_table, rounding=rounding,
+        block_table=block_table, q_scale=q_scale, rounding=rounding, schedule=schedule,
     )  # fmt: skip
 
 
 def ragged_candidate_logits(
-    q: Float[Array, "T H D"],
-    k: Float[Array, "S D"],
-    weights: Float[Array, "T H"],
+    q: Shaped[Array, "T H stored"],
+    k: Shaped[Array, "S stored2"],
+    weights: Shaped[Array, "T H"],
     candidates: Candidates,
     *,
     row_start: Int32[Array, " T"],
     row_end: Int32[Array, " T"],
-    k_scale: Float32[Array, " S"] | None = None,
+    k_scale: Shaped[Array, "S *groups"] | None = None,
+    q_scale: UInt8[Array, "T H G"] | None = None,
     rounding: Any = None,
+    schedule: Any = None,
     implementation: str | None = None,
 ) -> Float32[Array, "T W"]:
     """Indexer scores of the candidate blocks of packed keys, [T, C * block_size]; -inf where nothing is visible.
 
     Block ids count from ``row_start[t]``: column c is the key ``row_start[t] + position``, visible below
-    ``row_end[t]``. Keys, arithmetic and rounding as in indexer_logits.indexer_logits.
+    ``row_end[t]``. Queries, keys, arithmetic and rounding as in indexer_logits.indexer_logits. schedule: of
+    `make_ragged_candidate_schedule` for the same candidates and rows, made once per step; None makes it here.
     """
     sizes = {}
-    checks.shape("q", q, "T H D", sizes)
-    checks.shape("k", k, "S D", sizes)
-    checks.shape("weights", weights, "T H", sizes)
+    check_packed(q, k, weights, row_start, row_end, k_scale, q_scale, rounding, sizes)
     checks.shape("candidates.blocks", candidates.blocks, "T C", sizes)
-    for name, array in (("q", q), ("k", k), ("weights", weights)):
-        checks.floating(name, array)
-    for name, array in (("row_start", row_start), ("row_end", row_end)):
-        checks.shape(name, array, "T", sizes)
-        checks.integer(name, array)
-    if k_scale is not None:
-        checks.shape("k_scale", k_scale, "S", sizes)
-    check_rounding(rounding)
     return dispatch.call(
         __name__, "ragged_candidate_logits", implementation, q, k, weights, candidates, row_start=row_start,
-        row_end=row_end, k_scale=k_scale, rounding=rounding,
+        row_end=row_end, k_scale=k_scale, q_scale=q_scale, rounding=rounding, schedule=schedule,
     )  # fmt: skip
+
+
+def make_candidate_schedule(
+    candidates: Candidates,
+    keys: PagedRows,
+    *,
+    context_lens: Int32[Array, "B N"],
+    block_table: Int32[Array, "B M"],
+    heads: int,
+    implementation: str | None = None,
+) -> Any:
+    """What all layers of `heads` heads that score the same paged candidates share: where their blocks lie in pages like
+    those of `keys`, and which thread block scores them. A pytree for `candidate_logits`, or None where the
+    implementation needs none.
+    """
+    sizes = {}
+    checks.shape("candidates.blocks", candidates.blocks, "B N C", sizes)
+    checks.shape("context_lens", context_lens, "B N", sizes)
+    checks.shape("block_table", block_table, "B M", sizes)
+    checks.positive("heads", heads)
+    return dispatch.call(
+        __name__, "make_schedule", implementation, candidates, keys, context_lens=context_lens,
+        block_table=block_table, heads=heads,
+    )  # fmt: skip
+
+
+def make_ragged_candidate_schedule(
+    candidates: Candidates,
+    *,
+    row_start: Int32[Array, " T"],
+    row_end: Int32[Array, " T"],
+    heads: int,
+    implementation: str | None = None,
+) -> Any:
+    """As `make_candidate_schedule`, for `ragged_candidate_logits`."""
+    sizes = {}
+    checks.shape("candidates.blocks", candidates.blocks, "T C", sizes)
+    checks.shape("row_start", row_start, "T", sizes)
+    checks.shape("row_end", row_end, "T", sizes)
+    checks.positive("heads", heads)
+    return dispatch.call(
+        __name__, "make_ragged_schedule", implementation, candidates, row_start=row_start, row_end=row_end, heads=heads
+    )

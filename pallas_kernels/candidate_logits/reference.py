@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import blocks, indexing
-from pallas_kernels.indexer_logits.reference import COLUMNS, block_scores
+from pallas_kernels.indexer_logits.reference import COLUMNS, block_scores, unpacked
 from pallas_kernels.slots.reference import positions_to_slots
 
 
@@ -35,7 +35,11 @@ def _rows(function, arrays, candidates, rows):
 
 
 @functools.partial(jax.jit, static_argnames="rounding")
-def candidate_logits(q, keys, weights, candidates, *, context_lens, block_table, rounding=None):
+def candidate_logits(
+    q, keys, weights, candidates, *, context_lens, block_table, q_scale=None, rounding=None, schedule=None
+):
+    del schedule  # a kernel's own
+    q = unpacked(q, q_scale)
     batch, rows = q.shape[:2]
     flat = jax.tree.map(lambda array: array.reshape(batch * rows, *array.shape[2:]), candidates)
     request = jnp.repeat(jnp.arange(batch, dtype=jnp.int32), rows)
@@ -53,14 +57,32 @@ def candidate_logits(q, keys, weights, candidates, *, context_lens, block_table,
 
 
 @functools.partial(jax.jit, static_argnames="rounding")
-def ragged_candidate_logits(q, k, weights, candidates, *, row_start, row_end, k_scale=None, rounding=None):
+def ragged_candidate_logits(
+    q, k, weights, candidates, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None, schedule=None
+):
+    del schedule  # a kernel's own
+    q = unpacked(q, q_scale)
+
     def scores(arrays, position):
         q, weights, first, last = arrays
         index = jnp.where(position >= 0, first + position, -1)
-        found = indexing.gather_rows(k, index).astype(jnp.float32)
-        score = block_scores(q[None], found, weights[None], rounding)[0]
-        if k_scale is not None:
-            score = score * indexing.gather_rows(k_scale, index)
+        found = indexing.gather_rows(k, index)
+        scale = None if k_scale is None else indexing.gather_rows(k_scale, index)
+        if k.dtype == jnp.uint8:
+            found, scale = unpacked(found, scale), None
+        score = block_scores(q[None], found.astype(jnp.float32), weights[None], rounding)[0]
+        if scale is not None:
+            score = score * scale
         return jnp.where((index >= 0) & (index < last), score, -jnp.inf)
 
     return _rows(scores, (q, weights, row_start, row_end), candidates, q.shape[0])
+
+
+def make_schedule(candidates, keys, *, context_lens, block_table, heads):
+    """None: nothing is shared out here."""
+    return None
+
+
+def make_ragged_schedule(candidates, *, row_start, row_end, heads):
+    """None: nothing is shared out here."""
+    return None

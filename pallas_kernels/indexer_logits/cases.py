@@ -1,12 +1,13 @@
 """Named shapes of the indexer's dense scores."""
 
-import inspect
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import quantize
 from pallas_kernels.case import Case
 from pallas_kernels.indexer_logits import sm90
 from pallas_kernels.records import IndexFP8, IndexMXFP4, PagedRows
@@ -14,6 +15,7 @@ from pallas_kernels.records import IndexFP8, IndexMXFP4, PagedRows
 WIDTH = 128
 _FP8 = jnp.float8_e4m3fn
 _RAGGED = "Indexer logits, ragged prefill (fp8)"
+_RAGGED_MXFP4 = "Indexer logits, ragged prefill (mxfp4)"
 _PAGED = "Indexer logits, paged decode (fp8)"
 _PAGED_MXFP4 = "Indexer logits, paged decode (mxfp4)"
 
@@ -33,12 +35,38 @@ def random_pages(key, num_pages, page_size):
     return PagedRows(jnp.concatenate([values, scales], axis=1), IndexFP8(WIDTH), page_size)
 
 
+def random_mxfp4(key, *shape):
+    """Random MXFP4 rows of 128 values: packed [*shape, 64] and exponents [*shape, 4]."""
+    values, exponents = jax.random.split(key)
+    packed = jax.random.bits(values, (*shape, WIDTH // 2), jnp.uint8)
+    return packed, jax.random.randint(exponents, (*shape, WIDTH // 32), 120, 134).astype(jnp.uint8)
+
+
 def random_mxfp4_pages(key, num_pages, page_size):
     """A cache of IndexMXFP4 pages of random keys."""
-    values, exponents = jax.random.split(key)
-    values = jax.random.bits(values, (num_pages, page_size * WIDTH // 2), jnp.uint8)
-    exponents = jax.random.randint(exponents, (num_pages, page_size * WIDTH // 32), 120, 134).astype(jnp.uint8)
-    return PagedRows(jnp.concatenate([values, exponents], axis=1), IndexMXFP4(WIDTH), page_size)
+    packed, exponents = random_mxfp4(key, num_pages, page_size)
+    pages = jnp.concatenate([packed.reshape(num_pages, -1), exponents.reshape(num_pages, -1)], axis=1)
+    return PagedRows(pages, IndexMXFP4(WIDTH), page_size)
+
+
+def random_queries(key, shape, mxfp4):
+    """FP8 queries [*shape, 128]; in bf16 for MXFP4 keys."""
+    q = random_fp8(key, (*shape, WIDTH))
+    return q.astype(jnp.bfloat16) if mxfp4 else q
+
+
+def random_packed(key, count, mxfp4):
+    """Packed keys [count, ...] and their scales."""
+    values, scales = jax.random.split(key)
+    if mxfp4:
+        return random_mxfp4(values, count)
+    scale = jnp.exp2(jax.random.randint(scales, (count,), -3, 4).astype(jnp.float32))
+    return random_fp8(values, (count, WIDTH)), scale
+
+
+def decoded(k, scale):
+    """Packed keys and their scales as float32 rows."""
+    return quantize.dequantize_fp4(k, scale) if k.dtype == jnp.uint8 else k.astype(jnp.float32) * scale[:, None]
 
 
 def exact_scores(q, keys, weights):
@@ -53,12 +81,12 @@ def exact_scores(q, keys, weights):
     return lax.map(row, (q, keys, weights))
 
 
-def relative_error(found, wanted, visible) -> float:
+def relative_error(found, wanted, visible):
     """Norm of the difference over the norm of `wanted`, where `visible`; infinite unless exactly the rest is -inf."""
     masked = jnp.all(jnp.where(visible, jnp.isfinite(found), found == -jnp.inf))
     difference = jnp.linalg.norm(jnp.where(visible, found - wanted, 0))
     error = difference / jnp.linalg.norm(jnp.where(visible, wanted, 0))
-    return float(jnp.where(masked, error, jnp.inf))
+    return jnp.where(masked, error, jnp.inf)
 
 
 def sample(count, of):
@@ -66,29 +94,31 @@ def sample(count, of):
     return np.unique(np.linspace(0, of - 1, count).astype(np.int32))
 
 
-def _ragged(heads, rows, keys, compiled=False):
+def _ragged(heads, rows, keys, compiled=False, mxfp4=False):
     def make(key):
-        a, b, c, d = jax.random.split(key, 4)
-        scale = jnp.exp2(jax.random.randint(d, (keys,), -3, 4).astype(jnp.float32))
+        a, b, c = jax.random.split(key, 3)
         start = jnp.zeros(rows, jnp.int32)
         end = keys - rows + 1 + jnp.arange(rows, dtype=jnp.int32)
-        weights = jax.random.normal(c, (rows, heads))
-        return random_fp8(a, (rows, heads, WIDTH)), random_fp8(b, (keys, WIDTH)), weights, start, end, scale
+        q, weights = random_queries(a, (rows, heads), mxfp4), jax.random.normal(c, (rows, heads))
+        k, scale = random_packed(b, keys, mxfp4)
+        return q, k, weights, start, end, scale
 
     def call(function, q, k, weights, start, end, scale):
         return function(q, k, weights, row_start=start, row_end=end, k_scale=scale)
 
     def check(found, q, k, weights, start, end, scale):
         at = sample(12, rows)
-        wanted = exact_scores(q[at], k.astype(jnp.float32), weights[at]) * scale
+        wanted = exact_scores(q[at], decoded(k, scale), weights[at])
         column = jnp.arange(keys)
         return relative_error(found[at], wanted, (column >= start[at, None]) & (column < end[at, None]))
 
     pairs = sum(keys - rows + 1 + i for i in range(rows))
+    q_bytes, row_bytes = (2 * WIDTH, 68) if mxfp4 else (WIDTH, WIDTH + 4)
     return Case(
-        section=_RAGGED, shape=f"h{heads} sq{rows} skv{keys} causal float32", operation="indexer_logits",
-        function="indexer_logits", make=make, call=call, check=check, flops=2.0 * pairs * heads * WIDTH,
-        bytes=rows * heads * (WIDTH + 4) + keys * (WIDTH + 4) + 4.0 * pairs, peak="fp8", compiled=compiled,
+        section=_RAGGED_MXFP4 if mxfp4 else _RAGGED, shape=f"h{heads} sq{rows} skv{keys} causal float32",
+        operation="indexer_logits", function="indexer_logits", make=make, call=call, check=check,
+        flops=2.0 * pairs * heads * WIDTH, bytes=rows * heads * (q_bytes + 4) + keys * row_bytes + 4.0 * pairs,
+        peak="bf16" if mxfp4 else "fp8", compiled=compiled,
     )  # fmt: skip
 
 
@@ -102,13 +132,10 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
         keys = (random_mxfp4_pages if mxfp4 else random_pages)(b, batch * pages, page_size)
         weights = jax.random.normal(c, (batch, rows, heads))
         schedule = sm90.make_schedule(lengths, heads)
-        q = random_fp8(a, (batch, rows, heads, WIDTH))
-        return q.astype(jnp.bfloat16) if mxfp4 else q, keys, weights, lengths, table, schedule
+        return random_queries(a, (batch, rows, heads), mxfp4), keys, weights, lengths, table, schedule
 
     def call(function, q, keys, weights, lengths, table, schedule):
-        takes = "schedule" in inspect.signature(function).parameters
-        extra = {"schedule": schedule} if takes else {}
-        return function(q, keys, weights, context_lens=lengths, block_table=table, **extra)
+        return function(q, keys, weights, context_lens=lengths, block_table=table, schedule=schedule)
 
     def check(found, q, keys, weights, lengths, table, schedule):
         at = sample(4, batch)
@@ -117,7 +144,7 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
         for b in at:
             slots = table[b][row // page_size] * page_size + row % page_size
             wanted = exact_scores(q[b], keys.gather(slots), weights[b])
-            error = max(error, relative_error(found[b], wanted, row < lengths[b][:, None]))
+            error = jnp.maximum(error, relative_error(found[b], wanted, row < lengths[b][:, None]))
         return error
 
     name = f"h{heads} b{batch} next_n{rows} ctx{context} float32" + ("" if page_size == 64 else f" page{page_size}")
@@ -133,6 +160,27 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
     )  # fmt: skip
 
 
+def _packed_queries(heads, batch, context):
+    """As a shape of paged decode with MXFP4 keys, but the queries are packed MXFP4 too."""
+    base = _paged(heads, batch, 1, context, mxfp4=True)
+
+    def make(key):
+        _, *rest = base.make(key)
+        return *random_mxfp4(jax.random.fold_in(key, 1), batch, 1, heads), *rest
+
+    def call(function, q, q_scale, keys, weights, lengths, table, schedule):
+        return function(
+            q, keys, weights, context_lens=lengths, block_table=table, q_scale=q_scale, schedule=schedule
+        )
+
+    def check(found, q, q_scale, *rest):
+        return base.check(found, quantize.dequantize_fp4(q, q_scale), *rest)
+
+    return dataclasses.replace(
+        base, shape=base.shape + " packed", make=make, call=call, check=check, compiled=True, targets=("sm100",)
+    )
+
+
 _LENGTHS = {64: (4096, 8192, 16384, 32768, 65536, 131072), 32: (4096, 16384, 65536, 131072)}
 _STANDARD = {(64, 2048, 32768), (32, 4096, 131072)}
 
@@ -143,6 +191,9 @@ CASES = (
         for rows in (2048, 4096)
         for keys in lengths
     ],
+    *[_ragged(heads, 2048, 32768, compiled=True, mxfp4=True) for heads in (64, 32)],
+    _ragged(32, 4096, 131072, mxfp4=True),
+    _ragged(8, 2048, 32768, mxfp4=True),
     _ragged(16, 2048, 32768),
     _ragged(8, 2048, 32768, compiled=True),
     *[
@@ -161,4 +212,6 @@ CASES = (
     *[_paged(heads, 32, 1, 65536, compiled=True, mxfp4=True) for heads in (64, 32)],
     _paged(32, 1, 1, 65536, mxfp4=True),
     _paged(32, 32, 1, 65536, page_size=32, compiled=True, mxfp4=True),
+    _paged(64, 32, 2, 65536, compiled=True, mxfp4=True),
+    _packed_queries(32, 32, 65536),
 )

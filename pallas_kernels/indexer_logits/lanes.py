@@ -199,8 +199,8 @@ def store_scores(
 def unpack_mxfp4(values_ref, exponents_ref):
     """64 keys of MXFP4 in shared memory as bf16 [64, 128] in registers, for a wgmma; exact.
 
-    values_ref: uint8 [64, 64], two values a byte, low nibble first; exponents_ref: uint8 [4, 64], the 64 x 4 E8M0 bytes
-    in order. Column 8 o + 2 c + e of the result is value 32 c + 2 o + e of the key: lane c of a quad unpacks group c.
+    values_ref: uint8 [64, 64], two values a byte, low nibble first; exponents_ref: int32 [64], a key's four E8M0 bytes
+    in a word, the first group's lowest. Columns are as `unpacked_columns` says: lane c of a quad unpacks group c.
     """
 
     def twin(values_ref, exponents_ref):
@@ -208,11 +208,11 @@ def unpack_mxfp4(values_ref, exponents_ref):
         nibbles = jnp.stack([packed & 15, packed >> 4], axis=-1)  # [64, 64, 2]
         kind, fraction = (nibbles >> 1) & 3, (nibbles & 1).astype(jnp.float32)
         size = jnp.where(kind == 0, fraction / 2, (1 + fraction / 2) * (1 << jnp.maximum(kind - 1, 0)))
-        value = jnp.where(nibbles >= 8, -size, size).reshape(KEYS, 4, 16, 2)
-        exponent = exponents_ref[...].reshape(KEYS, 4, 1, 1).astype(jnp.int32)
+        value = jnp.where(nibbles >= 8, -size, size).reshape(KEYS, 4, 32)
+        exponent = ((exponents_ref[...][:, None] >> (8 * jnp.arange(4))) & 255).reshape(KEYS, 4, 1)
         scale = jax.lax.bitcast_convert_type(jnp.maximum(exponent << 23, 1 << 22), jnp.float32)
         value = value * jnp.where(exponent == 255, jnp.nan, scale)
-        return value.swapaxes(1, 2).reshape(KEYS, 128).astype(jnp.bfloat16)
+        return unpacked_columns(value.reshape(KEYS, 128)).astype(jnp.bfloat16)
 
     @mosaic.lane_code(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
@@ -226,6 +226,7 @@ def unpack_mxfp4(values_ref, exponents_ref):
         lane = arith.remui(thread, _i32(32))
         upper = arith.addi(arith.muli(arith.divui(thread, _i32(32)), _i32(16)), arith.divui(lane, _i32(4)))
         quad = arith.remui(lane, _i32(4))
+        power = llvm.bitcast(pair, _i32(0x7E807E80))  # 2 ** 126, twice
         registers = np.empty((16, 2), dtype=object)
         for half in range(2):
             key = arith.addi(upper, _i32(8 * half))
@@ -240,24 +241,46 @@ def unpack_mxfp4(values_ref, exponents_ref):
             nan = arith.cmpi(arith.CmpIPredicate.eq, exponent, _i32(255))
             scale = arith.select(nan, _i32(0x7FC0), scale)
             scale = llvm.bitcast(pair, arith.ori(scale, arith.shli(scale, _i32(16))))
-            for i, word in enumerate(_elements(words)):
-                for part in range(2):  # four values at a time
-                    four = arith.shrui(word, _i32(16 * part))
-                    chosen = arith.andi(four, _i32(0x7777))
-                    # Bytes of the bf16 of 0, 0.5, 1, 1.5, 2, 3, 4, 6, picked by the values' lower three bits.
-                    high = _permute(0x3F3F3F00, 0x40404040, chosen)
-                    low = _permute(0xC0800000, 0xC0804000, chosen)
-                    for j, (selector, shifts) in enumerate(((0x5140, (12, 24)), (0x7362, (4, 16)))):
-                        bits = _permute(low, high, selector)
-                        for shift, mask in zip(shifts, (0x8000, 0x80000000)):
-                            bits = arith.ori(bits, arith.andi(arith.shli(four, _i32(shift)), _i32(mask)))
-                        registers[4 * i + 2 * part + j, half] = arith.mulf(llvm.bitcast(pair, bits), scale)
+            for j, word in enumerate(_elements(words)):
+                # Nibbles i and i + 4 at once. A nibble's lower three bits, where bf16 has its lowest exponent bits and
+                # its highest mantissa bit, are the value times 2 ** -126, subnormal ones too; its sign goes to the top.
+                # One product moves both: the pieces do not meet, and the mask drops what lies between.
+                for i in range(4):
+                    shifted = arith.shrui(word, _i32(8)) if i >= 2 else word
+                    odd = i % 2
+                    two = arith.andi(shifted, _i32(0x00F000F0 if odd else 0x000F000F))
+                    two = arith.muli(two, _i32((1 << 2) + (1 << 8) if odd else (1 << 6) + (1 << 12)))
+                    two = llvm.bitcast(pair, arith.andi(two, _i32(0x81C081C0)))
+                    registers[4 * j + i, half] = arith.mulf(arith.mulf(two, power), scale)
         layout = WGMMA.to_mgpu()
         return mgpu.FragmentedArray(
             _registers=registers.reshape(layout.registers_shape((KEYS, 128))), _layout=layout, _is_signed=None
         )
 
     return unpack(values_ref, exponents_ref)
+
+
+def unpacked_columns(x):
+    """The last axis [128] of `x` in the order of `unpack_mxfp4`: value 32 c + 8 j + 4 e + i at 32 j + 8 i + 2 c + e."""
+    parts = x.reshape(*x.shape[:-1], 4, 4, 2, 4)
+    return jnp.moveaxis(parts, (-3, -1, -4, -2), (-4, -3, -2, -1)).reshape(x.shape)
+
+
+def turn_words(words_ref, turned_ref):
+    """Words of 128 rows, int32 [128] in shared memory, as block-scaled products want them: row 32 a + b at 4 b + a."""
+
+    def twin(words_ref, turned_ref):
+        turned_ref[...] = words_ref[...].reshape(4, 32).T.reshape(128)
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType()), twin=twin)
+    def turn(_, words_ref, turned_ref):
+        i32 = ir.IntegerType.get_signless(32)
+        row = arith.remui(utils.thread_idx(), _i32(128))
+        word = llvm.load(i32, utils.getelementptr(utils.memref_ptr(words_ref), [row], i32))
+        to = arith.addi(arith.muli(arith.remui(row, _i32(32)), _i32(4)), arith.divui(row, _i32(32)))
+        llvm.store(word, utils.getelementptr(utils.memref_ptr(turned_ref), [to], i32))
+
+    turn(words_ref, turned_ref)
 
 
 def fill(out_ref, row, begin, end):
@@ -311,13 +334,6 @@ def _elements(register):
 def _f32(value):
     f32 = ir.F32Type.get()
     return arith.constant(f32, ir.FloatAttr.get(f32, value))
-
-
-def _permute(low, high, selector):
-    """prmt: four bytes of the eight in `low` and `high`, one for each of the lower four nibbles of `selector`."""
-    operands = [_i32(value) if isinstance(value, int) else value for value in (low, high, selector)]
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.inline_asm(i32, operands, "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def _round(x):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import blocks
+from pallas_kernels import blocks, quantize
 from pallas_kernels.slots.reference import positions_to_slots
 
 COLUMNS = 2048  # a fixed width, so that a score does not depend on how many columns there are
@@ -29,8 +29,14 @@ def rows_at_once(heads, columns):
     return blocks.rows_at_once(3 * 4 * heads * columns)
 
 
+def unpacked(x, scale):
+    """Packed MXFP4 `x` as float32; other values as they are."""
+    return quantize.dequantize_fp4(x, scale) if x.dtype == jnp.uint8 else x
+
+
 @functools.partial(jax.jit, static_argnames="rounding")
-def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=None):
+def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None):
+    q = unpacked(q, q_scale)
     total, columns = k.shape[0], min(k.shape[0], COLUMNS)
     rows, heads, _ = q.shape
     out = jnp.full((rows, total), -jnp.inf, jnp.float32)
@@ -38,8 +44,11 @@ def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=
         return out
 
     def column_block(start):
-        keys = lax.dynamic_slice_in_dim(k, start, columns).astype(jnp.float32)
-        scale = 1 if k_scale is None else lax.dynamic_slice_in_dim(k_scale, start, columns).astype(jnp.float32)
+        keys = lax.dynamic_slice_in_dim(k, start, columns)
+        scale = 1 if k_scale is None else lax.dynamic_slice_in_dim(k_scale, start, columns)
+        if k.dtype == jnp.uint8:
+            keys, scale = unpacked(keys, scale), 1
+        keys = keys.astype(jnp.float32)
         column = start + jnp.arange(columns)
 
         def row_block(block):
@@ -54,7 +63,11 @@ def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=
 
 
 @functools.partial(jax.jit, static_argnames="rounding")
-def paged_indexer_logits(q, keys, weights, *, context_lens, block_table, rounding=None):
+def paged_indexer_logits(
+    q, keys, weights, *, context_lens, block_table, q_scale=None, rounding=None, schedule=None
+):
+    del schedule  # a kernel's own
+    q = unpacked(q, q_scale)
     total = block_table.shape[1] * keys.page_size
     columns = min(total, COLUMNS)
     batch, rows, heads, _ = q.shape
@@ -79,3 +92,8 @@ def paged_indexer_logits(q, keys, weights, *, context_lens, block_table, roundin
         return blocks.map_columns(column_block, columns, total, out, stop=jnp.max(lengths))
 
     return lax.map(request, (q, weights, context_lens, block_table, out))
+
+
+def make_schedule(context_lens, heads):
+    """None: nothing is shared out here."""
+    return None

@@ -1,12 +1,19 @@
-"""Indexer scores on Blackwell: FP8 tcgen05 products into TMEM, TMA loads.
+"""Indexer scores on Blackwell: tcgen05 products into TMEM, TMA loads.
 
 Four warpgroups to a thread block: one loads tiles of 128 keys by TMA, one issues the products (keys are the rows,
 (query, head) pairs the columns), two take turns in reducing an accumulator from TMEM to scores. A thread block scores
 the query rows of one block against one of a few equal runs of their visible keys.
 
-No Blackwell GPU was at hand: the kernel is compiled for one and interpreted, and its speed is not known.
+FP8 keys are multiplied as they are. MXFP4 keys are multiplied as they are too where the queries are packed MXFP4, with
+the scales of both in TMEM; for bf16 queries they are unpacked to bf16 on the way. Products take one CTA: what bounds
+the kernel is the reduction of every product by ordinary cores, which a pair of CTAs does no faster, and the keys that
+a pair would share come from L2 at a fraction of its rate.
+
+No Blackwell GPU was at hand: the kernel is compiled for one and interpreted (all but the block-scaled product, which
+the interpreter does not know), and its speed is not known.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -16,106 +23,243 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.indexer_logits import sm90
-from pallas_kernels.records import IndexFP8
+from pallas_kernels.indexer_logits import keys as index_keys
+from pallas_kernels.indexer_logits import lanes
+from pallas_kernels.indexer_logits.keys import FP8, WIDTH
 
-WIDTH = sm90.WIDTH
 KEYS = 128  # keys of a tile: rows of a tcgen05.mma
 COLUMNS = 128  # (query, head) pairs of a block
 STAGES = 4
+_AHEAD = 2  # tiles that a gathering loader keeps under way
 _PART = 64  # columns that are reduced at a time
-_FP8_TILE = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
 _TILE = plgpu.Layout.TCGEN05
 _PER_KEY = _TILE.reduce(1)
 _PER_COLUMN = _TILE.reduce(0)
 _LOADER, _MULTIPLIER, _FIRST_REDUCER, _REDUCERS = 0, 1, 2, 2
+_FP8_TILE = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
+_BF16_TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_E2M1, _E8M0 = jnp.float4_e2m1fn, jnp.float8_e8m0fnu
 
 
-def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, rounding=None):
-    """See `pallas_kernels.indexer_logits.indexer_logits`. FP8 queries and keys of width 128; float32 accumulation."""
-    rows, heads, width = q.shape
-    _require(heads, width, q.dtype)
-    if k.dtype != sm90.FP8:
-        raise NotImplementedError(f"the sm100 kernel takes float8_e4m3fn keys, not {k.dtype}.")
-    if 0 in (rows, k.shape[0]):
-        return jnp.full((rows, k.shape[0]), -jnp.inf, jnp.float32)
-    scale = jnp.ones(k.shape[0], jnp.float32) if k_scale is None else k_scale
-    return _ragged(q, k, weights, row_start, row_end, scale, rounding is not None)
+@dataclasses.dataclass(frozen=True)
+class _Fp8:
+    """FP8 keys and queries; a key's scale multiplies the finished score."""
+
+    query_dtype = FP8
+    swizzle = WIDTH  # of the tile as copies write it
+    least_columns = 64
+    scaled = True
+    copied_on = False  # whether the products read a copy of the tile, so that its slot is free before they are done
+
+    def scratch(self, columns):
+        return [mosaic.row_tile((STAGES, KEYS, WIDTH), FP8), plgpu.SMEM((STAGES, KEYS), jnp.float32)]
+
+    def rows(self, tiles, slot):
+        return mosaic.row_tile_views(tiles[0])[1].at[slot]
+
+    def query_scratch(self, columns):
+        return plgpu.SMEM((columns, WIDTH), FP8, transforms=_FP8_TILE)
+
+    def query_rows(self, q_s):
+        """The queries' scratch as a copy fills it."""
+        return q_s
+
+    def prepare_queries(self, tiles, scales_ref, block):
+        """What is done once in front of the first product."""
+
+    def multiply(self, into, tiles, q_s, slot, half, done):
+        """Product `done`: the keys of a slot times all queries, with scratch of its own for either half."""
+        keys = mosaic.row_tile_views(tiles[0])[0].at[slot]
+        plgpu.tcgen05_mma(into, keys, q_s.T, done, accumulate=False)
 
 
-def paged_indexer_logits(q, keys, weights, *, context_lens, block_table, rounding=None):
-    """See `pallas_kernels.indexer_logits.paged_indexer_logits`. FP8 queries, IndexFP8 keys of width 128."""
-    batch, rows, heads, width = q.shape
-    if not isinstance(keys.format, IndexFP8):
-        raise NotImplementedError(f"the sm100 kernel reads IndexFP8 keys, not {keys.format}.")
-    _require(heads, width, q.dtype)
-    if keys.page_size not in sm90.PAGE_SIZES or keys.pages.shape[1] % WIDTH:
-        raise NotImplementedError(
-            f"the sm100 kernel reads pages of {', '.join(map(str, sm90.PAGE_SIZES))} rows whose stride is a multiple "
-            f"of {WIDTH} bytes, not of {keys.page_size} rows with stride {keys.pages.shape[1]}."
-        )
+@dataclasses.dataclass(frozen=True)
+class _Unpacked:
+    """MXFP4 keys for bf16 queries: the multiplying warpgroup unpacks a tile to bf16, exactly, and then multiplies."""
+
+    query_dtype = jnp.bfloat16
+    swizzle = 0
+    least_columns = 64
+    scaled = False
+    copied_on = True
+
+    def scratch(self, columns):
+        return [
+            plgpu.SMEM((STAGES, KEYS, WIDTH // 2), jnp.uint8),
+            plgpu.SMEM((STAGES, KEYS), jnp.int32),
+            plgpu.SMEM((_REDUCERS, KEYS, WIDTH), jnp.bfloat16, transforms=_BF16_TILE),
+        ]
+
+    def rows(self, tiles, slot):
+        return tiles[0].at[slot]
+
+    def query_scratch(self, columns):
+        return plgpu.SMEM((columns, WIDTH), jnp.bfloat16, transforms=_BF16_TILE)
+
+    def query_rows(self, q_s):
+        return q_s
+
+    def prepare_queries(self, tiles, scales_ref, block):
+        pass
+
+    def multiply(self, into, tiles, q_s, slot, half, done):
+        values, words, unpacked = tiles
+        for start in range(0, KEYS, lanes.KEYS):
+            keys = pl.ds(start, lanes.KEYS)
+            unpacked[half, keys] = lanes.unpack_mxfp4(values.at[slot, keys], words.at[slot, keys])
+        plgpu.commit_smem()
+        plgpu.tcgen05_mma(into, unpacked.at[half], q_s.T, done, accumulate=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Packed:
+    """MXFP4 keys for packed MXFP4 queries: a block-scaled product, the scales of both in TMEM."""
+
+    query_dtype = jnp.uint8
+    swizzle = WIDTH // 2
+    least_columns = COLUMNS
+    scaled = False
+    copied_on = False
+
+    def scratch(self, columns):
+        scales = plgpu.TMEM((COLUMNS, WIDTH // 32), _E8M0, layout=plgpu.TMEMLayout.SCALES_LAYOUT)
+        turned = plgpu.SMEM((_REDUCERS, 1, 1, 32, 16), _E8M0)
+        return [
+            _both(STAGES, KEYS), plgpu.SMEM((STAGES, KEYS), jnp.int32),
+            plgpu.RefUnion(turned, plgpu.SMEM((_REDUCERS, KEYS), jnp.int32)), [scales] * _REDUCERS,
+            plgpu.SMEM((1, 1, 32, 16), _E8M0), scales, plgpu.Barrier(),
+        ]  # fmt: skip
+
+    def rows(self, tiles, slot):
+        return tiles[0][0].at[slot]
+
+    def query_scratch(self, columns):
+        return _both(columns)
+
+    def query_rows(self, q_s):
+        return q_s[0]
+
+    def prepare_queries(self, tiles, scales_ref, block):
+        *_, scales, in_tmem, barrier = tiles
+        plgpu.copy_gmem_to_smem(scales_ref.at[block], scales, barrier)
+        plgpu.barrier_wait(barrier)
+        plgpu.async_copy_scales_to_tmem(scales, in_tmem)
+
+    def multiply(self, into, tiles, q_s, slot, half, done):
+        values, words, (scales, scale_words), in_tmem, _, q_scale, _ = tiles
+        lanes.turn_words(words.at[slot], scale_words.at[half])
+        plgpu.commit_smem()
+        for which in range(_REDUCERS):
+
+            @pl.when(half == which)
+            def _():
+                plgpu.async_copy_scales_to_tmem(scales.at[which], in_tmem[which])
+                plgpu.tcgen05_mma(
+                    into, values[1].at[slot], q_s[1].T, done, a_scale=in_tmem[which], b_scale=q_scale, accumulate=False
+                )
+
+
+def _both(*shape):
+    """Scratch of packed rows [*shape, 64 bytes] that TMA fills as bytes and tensor cores read as E2M1 values."""
+    return plgpu.RefUnion(
+        plgpu.SMEM((*shape, WIDTH // 2), jnp.uint8, transforms=(plgpu.SwizzleTransform(64),)),
+        plgpu.SMEM((*shape, WIDTH), _E2M1, transforms=(plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(64))),
+    )
+
+
+def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None):
+    """See `pallas_kernels.indexer_logits.indexer_logits`. Width 128; float32 accumulation; FP8 queries with FP8 keys,
+    bf16 or packed queries with packed keys."""
+    if 0 in (q.shape[0], k.shape[0]):
+        return jnp.full((q.shape[0], k.shape[0]), -jnp.inf, jnp.float32)
+    keys, views = index_keys.packed_keys(k, k_scale)
+    if not keys.scaled:
+        views = (*views, jnp.ones(k.shape[0], jnp.float32))
+    q, q_scale, kind = queries_of_kind(q, q_scale, keys)
+    return _ragged(q, q_scale, views, weights, row_start, row_end, kind, rounding is not None)
+
+
+def paged_indexer_logits(
+    q, keys, weights, *, context_lens, block_table, q_scale=None, rounding=None, schedule=None
+):
+    """See `pallas_kernels.indexer_logits.paged_indexer_logits`. As `indexer_logits`; a schedule is not needed."""
+    batch, rows = q.shape[:2]
+    kind, where, views = index_keys.paged_keys(keys)
     if 0 in (batch, rows, block_table.shape[1]):
         return jnp.full((batch, rows, block_table.shape[1] * keys.page_size), -jnp.inf, jnp.float32)
-    return _paged(q, keys, weights, context_lens, block_table, rounding is not None)
+    q, q_scale, kind = queries_of_kind(q, q_scale, kind)
+    return _paged(q, q_scale, views, weights, context_lens, block_table, kind, where, rounding is not None)
 
 
-@functools.partial(jax.jit, static_argnums=6)
-def _ragged(q, k, weights, row_start, row_end, scale, rounding):
-    total = k.shape[0]
+def make_schedule(context_lens, heads):
+    """None: these kernels cut the work by themselves."""
+    return None
 
-    def load(refs, request, tile, rows_s, scale_s, barrier):
-        k_ref, scale_ref = refs
-        keys = pl.ds(tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(k_ref.at[keys], rows_s, barrier)
-        plgpu.copy_gmem_to_smem(scale_ref.at[keys], scale_s, barrier)
 
-    scores = _score(
-        q[None], weights[None], row_start[None], row_end[None], (k, scale), load, 2, total=total, rounding=rounding
-    )
+def queries_of_kind(q, q_scale, keys):
+    """Queries and scales as the kernel of their kind takes them, and the kind."""
+    if q_scale is not None and mosaic.is_interpreted():  # which knows no block-scaled product
+        q, q_scale = index_keys.unpacked_queries(q, q_scale), None
+    kind = _Fp8() if isinstance(keys, index_keys.Fp8Keys) else _Unpacked() if q_scale is None else _Packed()
+    heads, width = q.shape[-2:]
+    index_keys.require_queries(heads, width * (1 + (q_scale is not None)), q.dtype, kind.query_dtype)
+    return lanes.unpacked_columns(q) if isinstance(kind, _Unpacked) else q, q_scale, kind
+
+
+@functools.partial(jax.jit, static_argnums=(6, 7))
+def _ragged(q, q_scale, views, weights, row_start, row_end, kind, rounding):
+    def load(refs, request, tile, values_s, words_s, barrier):
+        rows = pl.ds(tile * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(refs[0].at[rows], values_s, barrier)
+        plgpu.copy_gmem_to_smem(refs[1].at[rows], words_s, barrier)
+
+    scores = score(
+        q[None], None if q_scale is None else q_scale[None], weights[None], row_start[None], row_end[None], kind, views,
+        load, 2, total=views[0].shape[0], rounding=rounding,
+    )  # fmt: skip
     return scores[0]
 
 
-@functools.partial(jax.jit, static_argnums=5)
-def _paged(q, keys, weights, context_lens, block_table, rounding):
-    page_size, (pages, stride) = keys.page_size, keys.pages.shape
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
+def _paged(q, q_scale, views, weights, context_lens, block_table, kind, where, rounding):
+    page_size, pages = where.page_size, views[1].shape[0]
     table_width = block_table.shape[1]
     piece = min(page_size, KEYS)
 
-    def load(refs, request, tile, rows_s, scale_s, barrier):
-        values_ref, scales_ref, table_ref = refs
+    def load(refs, request, tile, values_s, words_s, barrier):
+        values_ref, words_ref, table_ref = refs
         for start in range(0, KEYS, piece):
-            position = tile * KEYS + start
-            entry = jnp.minimum(position // page_size, table_width - 1)
+            entry = jnp.minimum((tile * KEYS + start) // page_size, table_width - 1)
             page = jnp.clip(table_ref[request, entry], 0, pages - 1)
             to = pl.ds(start, piece)
-            plgpu.copy_gmem_to_smem(values_ref.at[pl.ds(page * (stride // WIDTH), piece)], rows_s.at[to], barrier)
-            plgpu.copy_gmem_to_smem(scales_ref.at[page, pl.ds(page_size * WIDTH // 4, piece)], scale_s.at[to], barrier)
+            plgpu.copy_gmem_to_smem(values_ref.at[pl.ds(page * where.page_rows, piece)], values_s.at[to], barrier)
+            plgpu.copy_gmem_to_smem(words_ref.at[page, pl.ds(where.first_word, piece)], words_s.at[to], barrier)
 
-    values = lax.bitcast_convert_type(keys.pages, sm90.FP8).reshape(-1, WIDTH)
-    scales = lax.bitcast_convert_type(keys.pages.reshape(pages, -1, 4), jnp.float32)
-    return _score(
-        q, weights, jnp.zeros_like(context_lens), context_lens, (values, scales, block_table), load, 2 * KEYS // piece,
-        total=table_width * page_size, rounding=rounding,
+    return score(
+        q, q_scale, weights, jnp.zeros_like(context_lens), context_lens, kind, (*views, block_table), load,
+        2 * KEYS // piece, total=table_width * page_size, rounding=rounding,
     )  # fmt: skip
 
 
-def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, rounding):
+def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copies, *, total, rounding, groups=0):
     """q [B, N, H, D], weights [B, N, H], visible ranges int32 [B, N] -> float32 [B, N, total].
 
-    load(refs, request, tile, rows, scales, barrier) copies tile `tile` of a request's keys, in `copies` copies.
+    q_scale: uint8 [B, N, H, D / 32] for packed queries. load(refs, request, tile, values, words, barrier) copies tile
+    `tile` of a request's keys: in `copies` copies by TMA, or in `groups` groups of cp.async.
     """
-    batch, rows, heads, _ = q.shape
-    queries = max(min(COLUMNS // heads, 1 << (rows - 1).bit_length()), 64 // heads)
+    batch, rows, heads, stored_width = q.shape
+    queries = max(min(COLUMNS // heads, 1 << (rows - 1).bit_length()), kind.least_columns // heads)
     columns = queries * heads
     per_request = -(-rows // queries)
-    tiles = -(-total // KEYS)
+    tiles_wide = -(-total // KEYS)
     blocks = batch * per_request
-    splits = max(1, min(tiles, mosaic.CORES // blocks))
+    splits = max(1, min(tiles_wide, mosaic.CORES // blocks))
+    scales = () if q_scale is None else (_turned(q_scale, per_request),)
 
     def body(q_ref, w_ref, start_ref, end_ref, *refs):
-        key_refs, scratch = refs[: len(key_arrays)], refs[len(key_arrays) :]
-        out_ref, q_s, w_s, k_s, scale_s, acc, ready, full, empty, done, free = scratch
-        k_s, k_rows_s = mosaic.row_tile_views(k_s)
+        key_refs, refs = refs[: len(key_arrays)], refs[len(key_arrays) :]
+        scales_ref = refs[0] if scales else None
+        out_ref, q_s, w_s, tiles, acc, ready, full, empty, done, free = refs[len(scales) :]
         wg, split, block = lax.axis_index("wg"), lax.axis_index("split"), lax.axis_index("block")
         request, first = block // per_request, lax.rem(block, per_request) * queries
         bounds = []
@@ -135,7 +279,7 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
         @pl.when(wg == _LOADER)
         def _():
             column = pl.ds(first * heads, columns)
-            plgpu.copy_gmem_to_smem(q_ref.at[request, column], q_s, ready)
+            plgpu.copy_gmem_to_smem(q_ref.at[request, column], kind.query_rows(q_s), ready)
             plgpu.copy_gmem_to_smem(w_ref.at[request, column], w_s, ready)
 
             def step(i, _):
@@ -145,9 +289,19 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                load(key_refs, request, begin + i, k_rows_s.at[slot], scale_s.at[slot], full.at[slot])
+                load(key_refs, request, begin + i, kind.rows(tiles, slot), tiles[1].at[slot], full.at[slot])
+                if groups:
+
+                    @pl.when(i >= _AHEAD)
+                    def _():
+                        mosaic.wait_copies(groups * _AHEAD)
+                        plgpu.barrier_arrive(full.at[lax.rem(i - _AHEAD, STAGES)])
 
             lax.fori_loop(0, mine, step, None)
+            if groups:
+                mosaic.wait_copies(0)
+                arrive = lambda i, _: plgpu.barrier_arrive(full.at[lax.rem(i, STAGES)])  # noqa: E731
+                lax.fori_loop(jnp.maximum(mine - _AHEAD, 0), mine, arrive, None)
 
             def drain(i, _):
                 plgpu.barrier_wait(empty.at[lax.rem(i, STAGES)])
@@ -157,6 +311,7 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
         @pl.when(wg == _MULTIPLIER)
         def _():
             plgpu.barrier_wait(ready)
+            kind.prepare_queries(tiles, scales_ref, block)
 
             def step(i, _):
                 slot, half = lax.rem(i, STAGES), lax.rem(i, _REDUCERS)
@@ -166,8 +321,12 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
                     plgpu.barrier_wait(free.at[half])
 
                 plgpu.barrier_wait(full.at[slot])
+                if groups:
+                    mosaic.fence_proxies()
                 into = acc.at[:, pl.ds(half * columns, columns)]
-                plgpu.tcgen05_mma(into, k_s.at[slot], q_s.T, done.at[half], accumulate=False)
+                kind.multiply(into, tiles, q_s, slot, half, done.at[half])
+                if kind.copied_on:
+                    plgpu.barrier_arrive(empty.at[slot])
 
             lax.fori_loop(0, mine, step, None)
 
@@ -191,10 +350,12 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
                 at = i * _REDUCERS + half
                 slot, tile = lax.rem(at, STAGES), begin + at
                 plgpu.barrier_wait(done.at[half])
-                # The tile's scales are in the slot until it is given back, which this warpgroup does.
-                scale = plgpu.load(scale_s.at[slot], layout=_PER_KEY)
-                mosaic.fence_proxies()
-                plgpu.barrier_arrive(empty.at[slot])
+                scale = None
+                if kind.scaled:  # in the slot until it is given back, which this warpgroup does
+                    scale = plgpu.load(tiles[1].at[slot], layout=_PER_KEY)
+                    mosaic.fence_proxies()
+                if not kind.copied_on:
+                    plgpu.barrier_arrive(empty.at[slot])
                 position = lane + tile * KEYS
                 for part in range(0, columns, _PART):  # all columns at once would not fit the registers
                     dots = plgpu.async_load_tmem(acc.at[:, pl.ds(half * columns + part, _PART)], layout=_TILE)
@@ -209,7 +370,8 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
                         j = (part + at_column) // heads
                         start, end = bounds[j]
                         score = jnp.sum(products[:, at_column : at_column + heads], axis=1)
-                        score = (_round(score) if rounding else score) * scale
+                        score = _round(score) if rounding else score
+                        score = score if scale is None else score * scale
                         visible = (position >= start) & (position < end)
                         put(j, tile, jnp.where(visible, score, -jnp.inf))
 
@@ -224,44 +386,48 @@ def _score(q, weights, row_start, row_end, key_arrays, load, copies, *, total, r
                         put(j, i, nothing)
 
             share, shares = split * _REDUCERS + half, splits * _REDUCERS
-            lax.fori_loop(0, (tiles - share + shares - 1) // shares, lambda i, _: fill(share + i * shares, None), None)
+            pieces = (tiles_wide - share + shares - 1) // shares
+            lax.fori_loop(0, pieces, lambda i, _: fill(share + i * shares, None), None)
 
     scores = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((batch * rows, tiles * KEYS), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((batch * rows, tiles_wide * KEYS), jnp.float32),
         grid=(splits, blocks),
         grid_names=("split", "block"),
         num_threads=_FIRST_REDUCER + _REDUCERS,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((columns, WIDTH), sm90.FP8, transforms=_FP8_TILE),
+            kind.query_scratch(columns),
             plgpu.SMEM((columns,), jnp.float32),
-            mosaic.row_tile((STAGES, KEYS, WIDTH), sm90.FP8),
-            plgpu.SMEM((STAGES, KEYS), jnp.float32),
+            kind.scratch(columns),
             plgpu.TMEM((KEYS, _REDUCERS * columns), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
+            plgpu.Barrier(num_arrivals=max(copies, 1), num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_barriers=_REDUCERS, orders_tensor_core=True),
             plgpu.Barrier(num_barriers=_REDUCERS, orders_tensor_core=True),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
-        q.reshape(batch, rows * heads, WIDTH), weights.astype(jnp.float32).reshape(batch, rows * heads),
-        row_start.reshape(-1), row_end.reshape(-1), *key_arrays,
+        q.reshape(batch, rows * heads, stored_width), weights.astype(jnp.float32).reshape(batch, rows * heads),
+        row_start.reshape(-1), row_end.reshape(-1), *key_arrays, *scales,
     )  # fmt: skip
     return scores[:, :total].reshape(batch, rows, total)
+
+
+def _turned(q_scale, per_request):
+    """Scales uint8 [B, N, H, 4] of packed queries as tensor cores read them: [blocks, 1, 1, 32, 16] E8M0."""
+    batch = q_scale.shape[0]
+    rows = q_scale.reshape(batch, -1, WIDTH // 32)
+    rows = jnp.pad(rows, ((0, 0), (0, per_request * COLUMNS - rows.shape[1]), (0, 0)))
+    turned = rows.reshape(batch * per_request, 1, 1, 4, 32, WIDTH // 32).swapaxes(3, 4)
+    return lax.bitcast_convert_type(turned.reshape(batch * per_request, 1, 1, 32, 16), _E8M0)
 
 
 def _round(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-def _require(heads, width, dtype):
-    if heads not in sm90.HEADS or width != WIDTH:
-        raise NotImplementedError(
-            f"the sm100 kernel takes {', '.join(map(str, sm90.HEADS))} heads of width {WIDTH}, and q has {heads} of "
-            f"{width}."
-        )
-    if dtype != sm90.FP8:
-        raise NotImplementedError(f"the sm100 kernel takes float8_e4m3fn queries, not {dtype}.")
+def unproven(function, args):
+    """Why this kernel is not chosen by itself for a call that it carries."""
+    return "the sm100 kernels were compiled and interpreted, but never run on a GPU; name them to run them."
