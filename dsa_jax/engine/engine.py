@@ -2,8 +2,8 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,43 +13,13 @@ from dsa_jax.cache.requests import snapshots_of
 from dsa_jax.engine.demands import sizes_of
 from dsa_jax.engine.pages import PagePool
 from dsa_jax.engine.prefix import Prefix, PrefixCache
-from dsa_jax.engine.programs import Slots, Terms
-from dsa_jax.engine.request import Request
+from dsa_jax.engine.programs import Slots
+from dsa_jax.engine.report import Event, Stats
+from dsa_jax.engine.request import STOP_IDS, Request, table_of, terms_of
 from dsa_jax.sampling import Sampling
 
-STOP_IDS = 8  # how many a request may have
 ADMITTED = 8  # requests that one call of the admission program takes
 EMPTY = 0  # place of the snapshot store that holds the state of a request without tokens
-
-
-@dataclass(frozen=True)
-class Event:
-    """What happened to a request in a step. tokens: the new ones ("tokens"). text: a sentence ("queued": why it waits;
-    "finished": what ended it)."""
-
-    id: int
-    kind: Literal["queued", "started", "tokens", "finished"]
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-
-
-@dataclass
-class Stats:
-    """Counts since the engine was made. A hit is a request whose prompt begins with a kept prefix."""
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    hits: int = 0
-    reused_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    copied_pages: int = 0
-    evicted_prefixes: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of all prompt tokens that were taken from kept prefixes."""
-        return self.reused_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class Engine:
@@ -102,7 +72,7 @@ class Engine:
         self._store = snapshots_of(cache, 1 + snapshots)
         # Copied to the device once, from one array, so that all have the layout that the programs return.
         logits = jnp.zeros((max_batch, model.config.vocab_size), jnp.float32)
-        self._slots = Slots(cache, logits, jax.tree.map(jnp.asarray, self._terms([None] * max_batch)))
+        self._slots = Slots(cache, logits, jax.tree.map(jnp.asarray, terms_of([None] * max_batch)))
         self._rows: list[Request | None] = [None] * max_batch
         self._queue: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
@@ -191,14 +161,18 @@ class Engine:
                 f"Request {id} would have an answer of {answer - tokens + len(then)} tokens and ends at "
                 f"{request.max_new_tokens} (max_new_tokens): put fewer in place."
             )
-        self._check_vocabulary(np.asarray(then, np.int64), f"Request {id}, tokens put in place:")
+        self.model.check_vocabulary(np.asarray(then, np.int64), f"Request {id}, tokens put in place,")
         kept = len(request.tokens) - tokens
         fed = min(request.fed, kept if then else kept - 1)  # the last token has to run again, to give logits
+        if request.most_fed - fed > most + 1:
+            raise ValueError(
+                f"Request {id} was rolled back before and has run {request.most_fed} tokens: it cannot go back to {fed}, more "
+                f"than max_rollback={most} behind. Let it run on first."
+            )
         self._own_pages(request, fed // self.page_tokens)
         request.tokens = request.tokens[:kept] + [int(t) for t in then]
         request.fed, request.state = fed, "prefill"
-        lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
-        self._slots = self.model.programs.rewind(self._slots, lengths, self._table(self._rows))
+        self._rewind()
 
     def forget_prefixes(self) -> None:
         """Frees all kept prefixes."""
@@ -218,8 +192,7 @@ class Engine:
             for requests in {requests for requests, _ in s.prefill_shapes} | {1}:
                 self._keep([], requests)
         if s.max_rollback:
-            lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
-            self._slots = programs.rewind(self._slots, lengths, self._table(self._rows))
+            self._rewind()
 
     # ------------------------------------------------------------ admission
 
@@ -241,11 +214,8 @@ class Engine:
                 f"A request of {total} tokens needs {self._pages_of(total)} pages of {self.page_tokens} tokens, and the pool "
                 f"has {self.pages} in all. Shorten it, or make an engine with a larger pool."
             )
-        self._check_vocabulary(prompt, "The prompt")
+        self.model.check_vocabulary(prompt, "The prompt")
         self.model.check_images(prompt, images, "The prompt")
-
-    def _check_vocabulary(self, tokens: np.ndarray, what: str) -> None:
-        self.model.check_vocabulary(tokens, what)
 
     def _pages_of(self, tokens: int) -> int:
         """Pages for `tokens` tokens and the drafted ones that are checked behind them."""
@@ -296,7 +266,7 @@ class Engine:
             if whole < len(prefix.pages):  # the last page is not full: both would write to it
                 copies.append((prefix.pages[whole], own[0]))
         request.pages = ([] if prefix is None else list(prefix.pages[:whole])) + own
-        request.fed = 0 if prefix is None else prefix.tokens
+        request.fed = request.most_fed = 0 if prefix is None else prefix.tokens
         request.slot, request.state = self._rows.index(None), "prefill"
         self._rows[request.slot] = request
         places.append(EMPTY if prefix is None else prefix.place)
@@ -316,30 +286,7 @@ class Engine:
         padded = requests + [None] * (size - len(requests))
         rows = np.array([-1 if r is None else r.slot for r in padded], np.int32)
         taken = np.array(places + [EMPTY] * (size - len(places)), np.int32)
-        return rows, taken, self._table(padded), self._terms(padded)
-
-    def _table(self, requests: Sequence[Request | None]) -> np.ndarray:
-        table = np.full((len(requests), self._table_width), -1, np.int32)
-        for row, request in zip(table, requests, strict=True):
-            if request is not None:
-                row[: len(request.pages)] = request.pages
-        return table
-
-    def _terms(self, requests: Sequence[Request | None]) -> Terms:
-        nobody = Sampling.of(1)
-        samplings = [nobody if r is None else r.sampling for r in requests]
-        stops = np.full((len(requests), STOP_IDS), -1, np.int32)
-        for row, request in zip(stops, requests, strict=True):
-            if request is not None:
-                row[: len(request.stop_ids)] = request.stop_ids
-        return Terms(
-            temperature=np.concatenate([np.asarray(s.temperature, np.float32) for s in samplings]),
-            top_k=np.concatenate([np.asarray(s.top_k, np.int32) for s in samplings]),
-            top_p=np.concatenate([np.asarray(s.top_p, np.float32) for s in samplings]),
-            key=np.concatenate([np.asarray(jax.random.key_data(s.key)) for s in samplings]),
-            stop_ids=stops,
-            limit=np.array([0 if r is None else r.most_tokens - 1 for r in requests], np.int32),
-        )
+        return rows, taken, table_of(padded, self._table_width), terms_of(padded)
 
     # ------------------------------------------------------------ steps
 
@@ -364,12 +311,13 @@ class Engine:
         if any(request.images for request in chosen):
             idle = requests - len(chosen)
             image = self.model.image_rows(
-                [r.images for r in chosen] + [()] * idle, [r.fed for r in chosen] + [0] * idle, rows
+                [*(r.images for r in chosen), *[()] * idle], [*(r.fed for r in chosen), *[0] * idle], rows
             )
         self._run_prefill(chosen + [None] * (requests - len(chosen)), tokens, count, image)
         kept = []
         for request, n in zip(chosen, count, strict=False):
             request.fed += int(n)
+            request.most_fed = max(request.most_fed, request.fed)
             self._stats.prefill_tokens += int(n)
             if request.fed == self._next_boundary(request, reached=True):
                 kept.append(request)
@@ -408,6 +356,7 @@ class Engine:
             events.append(Event(request.id, "tokens", new))
             reason = self._end_of(request)
             request.fed = len(request.tokens) - bool(reason)
+            request.most_fed = max(request.most_fed, request.fed)
             if reason:
                 ended.append(request)
                 events.append(Event(request.id, "finished", text=reason))
@@ -439,6 +388,11 @@ class Engine:
         return tokens
 
     # ------------------------------------------------------------ pages
+
+    def _rewind(self) -> None:
+        """Tells the device how many tokens each request holds, and its pages."""
+        lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
+        self._slots = self.model.programs.rewind(self._slots, lengths, table_of(self._rows, self._table_width))
 
     def _keep(self, requests: list[Request], size: int) -> None:
         """Keeps the state of requests that stand at a boundary, by the program for up to `size` of them."""

@@ -4,15 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
+from dsa_jax.engine.programs import Terms
 from dsa_jax.sampling import Sampling
+
+STOP_IDS = 8  # how many a request may have
 
 
 @dataclass
 class Request:
-    """One request. tokens: prompt, then what was generated. fed: how many of them the cache holds. slot: its row of the
-    engine's arrays, and pages: its pages, from its admission on."""
+    """One request. tokens: prompt, then what was generated. fed: how many of them the cache holds, and most_fed the
+    most that it ever held. slot: its row of the engine's arrays, and pages: its pages, from its admission on."""
 
     id: int
     tokens: list[int]
@@ -23,6 +27,7 @@ class Request:
     images: Sequence[Any] = ()
     state: Literal["queued", "prefill", "decode"] = "queued"
     fed: int = 0
+    most_fed: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     waiting_said: bool = False
@@ -35,3 +40,30 @@ class Request:
     def held(self) -> np.ndarray:
         """The tokens that the cache holds."""
         return np.asarray(self.tokens[: self.fed], np.int32)
+
+
+def table_of(requests: Sequence[Request | None], width: int) -> np.ndarray:
+    """The block table int32 [R, width] of requests (None: one without pages), -1 padded."""
+    table = np.full((len(requests), width), -1, np.int32)
+    for row, request in zip(table, requests, strict=True):
+        if request is not None:
+            row[: len(request.pages)] = request.pages
+    return table
+
+
+def terms_of(requests: Sequence[Request | None]) -> Terms:
+    """How requests decode, as arrays on the host (None: one that does not)."""
+    nobody = Sampling.of(1)
+    samplings = [nobody if r is None else r.sampling for r in requests]
+    stops = np.full((len(requests), STOP_IDS), -1, np.int32)
+    for row, request in zip(stops, requests, strict=True):
+        if request is not None:
+            row[: len(request.stop_ids)] = request.stop_ids
+    return Terms(
+        temperature=np.concatenate([np.asarray(s.temperature, np.float32) for s in samplings]),
+        top_k=np.concatenate([np.asarray(s.top_k, np.int32) for s in samplings]),
+        top_p=np.concatenate([np.asarray(s.top_p, np.float32) for s in samplings]),
+        key=np.concatenate([np.asarray(jax.random.key_data(s.key)) for s in samplings]),
+        stop_ids=stops,
+        limit=np.array([0 if r is None else r.most_tokens - 1 for r in requests], np.int32),
+    )

@@ -1,0 +1,383 @@
+"""The engine: every request gets the tokens that it gets alone, whatever comes, goes and waits beside it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+from engines import (
+    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, PAGES, STEPS, answer_alone, assert_greedy, prompt, run, small_engine,
+    small_model,
+)  # fmt: skip
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsa_jax.cache.requests import arrays_of, copy_pages, take_requests
+from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.engine import Engine
+from dsa_jax.sampling import Sampling
+
+PROGRAMS = 400  # examples of the long run
+
+
+def check_program(family: str, drafts: int, program: list[tuple]) -> None:
+    """Runs operations on an engine with a pool that is too small; checks every answer, and that no page is lost."""
+    engine = small_engine(family, drafts)
+    answers: dict[int, list[int]] = {}  # tokens of the request, prompt included
+    prompts: dict[int, int] = {}
+    given_places: dict[int, set[int]] = {}  # places of tokens that were put in by a rollback
+    most: dict[int, int] = {}
+    finished, cancelled = set(), set()
+
+    def step():
+        for event in engine.step():
+            answers[event.id].extend(event.tokens)
+            if event.kind == "finished":
+                finished.add(event.id)
+
+    for kind, *values in program:
+        live = sorted(set(answers) - finished - cancelled)
+        if kind == "add":
+            length, seed, new = values
+            tokens = prompt(length, seed)
+            id = engine.add(tokens, new, stop_ids=NO_STOP)
+            answers[id], prompts[id], given_places[id], most[id] = list(tokens), length, set(), new
+        elif kind == "step":
+            for _ in range(values[0]):
+                step()
+        elif kind == "cancel" and live:
+            id = live[values[0] % len(live)]
+            engine.cancel(id)
+            cancelled.add(id)
+        elif kind == "rollback" and live:
+            id = live[values[0] % len(live)]
+            back, then = values[1], prompt(values[2], 9)
+            try:
+                engine.rollback(id, back, then)
+            except ValueError as refused:
+                assert f"Request {id}" in str(refused)
+                continue
+            kept = len(answers[id]) - back
+            answers[id] = answers[id][:kept] + then
+            given_places[id] = {p for p in given_places[id] if p < kept} | set(range(kept, kept + len(then)))
+            assert engine.tokens(id) == answers[id]
+    for _ in range(200):
+        if engine.is_idle:
+            break
+        step()
+    assert engine.is_idle
+    for id in finished:
+        assert len(answers[id]) == prompts[id] + most[id]
+        assert_greedy(family, answers[id], [p for p in range(prompts[id], len(answers[id])) if p not in given_places[id]])
+    engine.forget_prefixes()
+    assert engine.free_pages == engine.pages == PAGES
+
+
+programs = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 24), st.integers(0, 2), st.integers(1, 12)),
+        st.tuples(st.just("step"), st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.just("rollback"), st.integers(0, 9), st.integers(0, BACK), st.integers(0, 2)),
+    ),
+    max_size=24,
+)
+# Names the kinds that a random program may miss: more requests than rows, prefixes of one another, a cancel while
+# another waits, rollbacks with and without tokens put in place, and a request added late.
+MIXED = [
+    ("add", 17, 0, 12), ("add", 5, 1, 9), ("step", 1), ("add", 20, 0, 8), ("add", 3, 2, 12), ("add", 17, 0, 4), ("step", 2),
+    ("rollback", 0, 2, 1), ("cancel", 1), ("step", 1), ("rollback", 1, 1, 0), ("add", 24, 0, 10), ("rollback", 0, 0, 2),
+    ("step", 3), ("add", 17, 0, 12), ("rollback", 0, 2, 0), ("step", 1),
+]  # fmt: skip
+
+
+def test_a_mixed_program_gives_each_request_what_it_gets_alone():
+    check_program("v41", DRAFTS, MIXED)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(programs)
+def test_random_programs_give_each_request_what_it_gets_alone(program):
+    check_program("v41", DRAFTS, program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "drafts"), [("v41", 0), ("v41", DRAFTS), ("v4", 0), ("v4", 1), ("v32", 0)])
+def test_many_random_programs(family, drafts):
+    @settings(max_examples=PROGRAMS // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(programs)
+    def check(program):
+        check_program(family, drafts, program)
+
+    check_program(family, drafts, MIXED)
+    check()
+
+
+@pytest.mark.parametrize("boundary", [10, 11, 12, 13])
+def test_ac_38_a_prefix_of_any_length_is_taken_up_with_its_window(boundary):
+    """B shares 10 to 13 tokens with A: same answer as cold, same state on the device beside the pages, and A's last page,
+    which is not full, is copied before B writes to it."""
+    a, b = prompt(20, 3), prompt(boundary, 3) + prompt(9, 4)
+    warm, cold = small_engine(boundary=boundary), small_engine(snapshots=0)
+    # A's answer is longer than the window, so its own ring is far ahead of the boundary.
+    warm.add(a, 14, stop_ids=NO_STOP)
+    run(warm)
+    rings = []
+    for engine in (warm, cold):
+        id = engine.add(b, 6, stop_ids=NO_STOP)
+        while len(engine.tokens(id)) == len(b):
+            engine.step()
+        slot = engine._requests[id].slot
+        state = take_requests(engine._slots.cache, jnp.array([slot], jnp.int32))
+        seen = (int(state.length[0]) - 1 - np.arange(7)) % state.windows[0].page_size  # slots of what the next token sees
+        rings.append([np.asarray(window.pages)[0][seen] for window in (*state.windows, *state.draft_windows)])
+    assert warm.stats.hits == 1 and warm.stats.reused_tokens == boundary and warm.stats.hit_rate > 0.2
+    assert warm.stats.copied_pages == 1
+    for ours, expected in zip(*rings, strict=True):
+        np.testing.assert_allclose(ours, expected, atol=tolerances.of("model.arrival.f32"))
+    (ours,), (expected,) = run(warm).values(), run(cold).values()
+    assert ours == expected
+
+
+def test_ac_53_a_request_s_numbers_do_not_depend_on_who_is_beside_it():
+    """Alone, and as row 0 and row 2 of a full batch: logits equal to the bit, tokens equal."""
+    own = prompt(13, 5)
+
+    def logits_at_end(before, after):
+        engine = small_engine(snapshots=0)
+        for n in before:
+            engine.add(prompt(n, n), 12, stop_ids=NO_STOP)
+        id = engine.add(own, 12, stop_ids=NO_STOP)
+        for n in after:
+            engine.add(prompt(n, n), 12, stop_ids=NO_STOP)
+        while len(engine.tokens(id)) < len(own) + STEPS:
+            engine.step()
+        return np.asarray(engine._slots.logits)[len(before)], engine.tokens(id)
+
+    alone, tokens = logits_at_end([], [])
+    for before, after in (([], [4, 9]), ([6, 11], [])):
+        among, same = logits_at_end(before, after)
+        assert same == tokens and np.array_equal(among, alone)
+
+
+@pytest.mark.parametrize("least", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_ac_73_nothing_compiles_after_the_warm_up(least):
+    """Steps of varied requests, greedy and sampled, with hits, copies, cancels and rollbacks: no further trace, and
+    nothing is read from the device inside a burst."""
+    engine = small_engine()
+    engine.warm_up()
+    lm = engine.model
+    warm, rng, steps, live = dict(lm.traces), np.random.default_rng(0), 0, []
+    while steps < least:
+        if len(live) < 5:
+            sampling = Sampling.of(1, temperature=float(rng.integers(0, 2)), top_k=int(rng.integers(0, 9)), seed=steps)
+            live.append(engine.add(prompt(int(rng.integers(1, 25)), int(rng.integers(0, 3))), int(rng.integers(1, 13)), sampling))
+        for event in engine.step():
+            if event.kind == "finished":
+                live.remove(event.id)
+        steps += 1
+        if live and steps % 7 == 0:
+            engine.cancel(live.pop())
+        if live and steps % 3 == 0 and len(engine.tokens(live[0])) > 20:
+            try:
+                engine.rollback(live[0], 1)
+            except ValueError:
+                pass
+    assert lm.traces == warm
+    assert engine.stats.hits and engine.stats.copied_pages and engine.stats.evicted_prefixes
+
+
+def test_ac_71_the_engine_s_arrays_are_donated_and_no_step_holds_a_second_pool():
+    engine = small_engine()
+    old = jax.tree.leaves(engine._slots)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in old]
+    assert len(set(pointers)) == len(pointers)
+    engine.add(prompt(20), 8, stop_ids=NO_STOP)
+    engine.step()
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+@pytest.mark.slow
+def test_sampled_answers_are_the_same_with_and_without_drafts():
+    """Drafts are kept only where the model samples them itself, with the noise of their own positions."""
+    answers = []
+    for drafts in (0, DRAFTS):
+        engine = small_engine(drafts=drafts)
+        for seed in range(3):
+            engine.add(prompt(6 + seed, seed), 12, Sampling.of(1, temperature=0.8, top_p=0.9, seed=seed), NO_STOP)
+        answers.append(run(engine))
+    assert answers[0] == answers[1]
+
+
+def test_a_stop_id_ends_its_request_alone():
+    free = answer_alone("v41", prompt(6, 1), 12)
+    engine = small_engine()
+    first = engine.add(prompt(6, 1), 12, stop_ids=[free[5]])
+    second = engine.add(prompt(4, 2), 12, stop_ids=NO_STOP)
+    answers = run(engine)
+    assert answers[first] == free[: free.index(free[5]) + 1] and len(answers[second]) == 12
+
+
+# ---------------------------------------------------------------- the pool
+
+
+def test_requests_that_do_not_fit_wait_and_are_told_why():
+    engine = small_engine(snapshots=0)
+    ids = [engine.add(prompt(27, n), 10, stop_ids=NO_STOP) for n in range(3)]  # 5 pages each, 12 in all
+    events = engine.step()
+    kinds = [(e.id, e.kind) for e in events if e.kind in ("started", "queued")]
+    assert kinds == [(ids[0], "started"), (ids[1], "started"), (ids[2], "queued")]
+    (waits,) = [e.text for e in events if e.kind == "queued"]
+    assert waits == f"Request {ids[2]} waits: it needs 5 pages and 2 of 12 are free. It runs when others end."
+    engine.cancel(ids[0])
+    assert [(e.id, e.kind) for e in engine.step() if e.kind == "started"] == [(ids[2], "started")]
+    more = [engine.add(prompt(2), 2) for _ in range(2)]
+    (waits,) = [e.text for e in engine.step() if e.kind == "queued"]
+    assert waits.startswith(f"Request {more[1] if engine.free_pages else more[0]} waits: ")
+    run(engine)
+    assert engine.free_pages == engine.pages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "new", "options", "sentence"),
+    [
+        ([], 4, {}, "The prompt is empty"),
+        ([5], 0, {}, "max_new_tokens=0 must be at least 1"),
+        ([5] * 30, 20, {}, r"Prompt of 30 tokens with max_new_tokens=20 comes to 50 tokens, and .* max_context=40"),
+        ([5] * 30, 10, {"pages": 4}, "needs 6 pages of 8 tokens, and the pool has 4 in all"),
+        ([5, 64], 4, {}, "The prompt has the token id 64, outside the vocabulary of 64 tokens"),
+        ([5], 4, {"stop_ids": range(9)}, "9 stop ids were given; a request may have 8"),
+        ([5, 63], 4, {}, "The prompt, place 1: token id 63 has none"),
+    ],
+)
+def test_requests_that_can_never_run_are_refused(tokens, new, options, sentence):
+    engine = small_engine(**{k: v for k, v in options.items() if k == "pages"})
+    with pytest.raises(ValueError, match=sentence):
+        engine.add(tokens, new, stop_ids=options.get("stop_ids"))
+    assert engine.is_idle
+
+
+def test_rollbacks_that_cannot_be_are_refused():
+    engine = small_engine()
+    id = engine.add(prompt(4), 12, stop_ids=NO_STOP)
+    with pytest.raises(ValueError, match=r"Request 0 \(queued\) cannot take back 1 tokens"):
+        engine.rollback(id, 1)
+    engine.step()
+    with pytest.raises(ValueError, match=f"answer of [4-9], and the engine was made with max_rollback={BACK}"):
+        engine.rollback(id, BACK + 1)
+    with pytest.raises(ValueError, match=r"answer of 12 tokens and ends at 12"):
+        engine.rollback(id, 0, [5] * 8)
+    with pytest.raises(ValueError, match="token id 99, outside"):
+        engine.rollback(id, 1, [99])
+    engine.rollback(id, BACK)
+    with pytest.raises(ValueError, match="was rolled back before"):
+        engine.rollback(id, BACK)
+    with pytest.raises(ValueError, match=r"no request 7"):
+        engine.rollback(7, 1)
+
+
+@pytest.mark.slow
+def test_a_soak_of_2000_requests_in_a_pool_that_is_too_small():
+    """Random lengths, sampled and greedy, shared prefixes, cancels: every answer of a sample is right, who waits is told so,
+    and all pages are free at the end."""
+    engine, rng = small_engine(), np.random.default_rng(0)
+    expected: dict[int, tuple[list[int], int]] = {}
+    answers: dict[int, list[int]] = {}
+    told, waited, cancelled = set(), set(), set()
+    for n in range(2000):
+        tokens, new = prompt(int(rng.integers(1, 27)), int(rng.integers(0, 6))), int(rng.integers(1, 13))
+        id = engine.add(tokens, new, stop_ids=NO_STOP)
+        expected[id], answers[id] = (tokens, new), []
+        for event in engine.step():
+            answers[event.id].extend(event.tokens)
+            if event.kind == "queued":
+                told.add(event.id)
+        waited |= {id} if engine._requests.get(id) is not None and engine._requests[id].state == "queued" else set()
+        if n % 17 == 0 and not engine.is_idle:
+            victim = max(engine._requests)
+            engine.cancel(victim)
+            cancelled.add(victim)
+    for id, tokens in run(engine, 5000).items():
+        answers[id].extend(tokens)
+    assert engine.stats.requests + len(cancelled) >= 2000 and told and engine.stats.hits > 100
+    checked = 0
+    for id in rng.choice(sorted(set(expected) - cancelled), 300, replace=False).tolist():
+        tokens, new = expected[id]
+        assert len(answers[id]) == new
+        assert_greedy("v41", tokens + answers[id], range(len(tokens), len(tokens) + new))
+        checked += 1
+    assert checked == 300
+    engine.forget_prefixes()
+    assert engine.free_pages == engine.pages
+
+
+# ---------------------------------------------------------------- what an engine is made with
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"max_batch": 0}, ValueError, "max_batch=0 must be at least 1"),
+        ({"max_context": 0}, ValueError, "max_context=0 must be at least 1"),
+        ({"max_context": 65536, "drafts": 3}, ValueError, r"with 3 drafted tokens is longer than the 65536 positions .* at most 65533"),
+        ({"page_size": 12}, ValueError, "A page of 12 tokens would cut a compressed group or a candidate block: .* multiple of 8"),
+        ({"pages": 0}, ValueError, "A pool of 0 pages holds nothing"),
+        ({"pages": 9, "memory_bytes": 9}, ValueError, "both size the pool"),
+        ({"memory_bytes": 30_000}, ValueError, r"memory_bytes=30000 \(29.30 KiB\) leaves room for .* pages .* needs 5 pages"),
+        ({"prefill_bytes": 10}, ValueError, r"prefill_bytes=10 is less than one row's \d+ bytes at 40 tokens"),
+        ({"prefill_shapes": ((4, 8),)}, ValueError, r"prefill shape \(4, 8\) must be 1 to 3 requests \(max_batch\)"),
+        ({"decode_rows": (1, 2)}, ValueError, r"decode_rows=\[1, 2\] must be positive and end with max_batch=3"),
+        ({"steps": 0}, ValueError, "steps=0 must be at least 1"),
+        ({"drafts": 4}, ValueError, "drafts=4, but the model drafts 3 tokens at a time"),
+        ({"max_rollback": -1}, ValueError, "max_rollback=-1 must be at least 0"),
+        ({"snapshots": -1}, ValueError, "snapshots=-1 must be at least 0"),
+        ({"boundary": 0}, ValueError, "boundary=0 must be at least 1"),
+    ],
+)
+def test_ac_76_what_cannot_be_met_is_said_when_the_engine_is_made(options, error, sentence):
+    with pytest.raises(error, match=sentence):
+        Engine(small_model(), **({"max_batch": BATCH, "max_context": CONTEXT, "page_size": PAGE} | options))
+
+
+def test_ac_76_a_kernel_family_that_is_not_at_hand_is_refused_before_anything_is_allocated(monkeypatch):
+    lm = small_model()
+    for name, error, sentence in (
+        ("sm100", NotImplementedError, "implementation='sm100' needs a GPU of that family"),
+        ("sm75", ValueError, "implementation='sm75' .* is not known"),
+    ):
+        monkeypatch.setattr(lm, "implementation", name)
+        with pytest.raises(error, match=sentence):
+            Engine(lm, BATCH, CONTEXT, PAGE)
+    monkeypatch.setattr(lm, "implementation", None)
+    with pytest.raises(NotImplementedError, match="DeepseekV32 does not run its draft layer"):
+        Engine(small_model("v32"), BATCH, CONTEXT, drafts=1)
+
+
+def test_ac_47_a_chunk_larger_than_the_budget_names_both():
+    with pytest.raises(ValueError, match=r"prefill shape \(3, 64\) has 192 rows, and the budget of prefill bytes allows 16"):
+        Engine(small_model(), BATCH, CONTEXT, PAGE, prefill_bytes=100_000, prefill_shapes=((3, 64),))
+
+
+def test_the_pool_is_what_the_memory_leaves():
+    """Pages, states of requests and snapshots together stay within the bytes, and one page more would not."""
+    budget = 600_000
+    engine = Engine(small_model(), BATCH, CONTEXT, PAGE, memory_bytes=budget, snapshots=2)
+    held = sum(x.nbytes for x in jax.tree.leaves((engine._slots.cache, engine._store)))
+    page = sum(x.nbytes // engine.pages for x in arrays_of(engine._slots.cache)[1])
+    assert budget - page < held <= budget and engine.pages > 5
+
+
+def test_ac_22_a_page_is_moved_whole_in_every_pool():
+    """Page 3 -> 0 with pages of 4 tokens or more: all rows of all kinds arrive, and no other page changes."""
+    for family in ("v41", "v4", "v32"):
+        lm = small_model(family)
+        unit = lm.family.page_unit(lm.config)
+        cache = lm.new_cache(2, 8 * unit, CacheSizes(pages=5, page_tokens=unit if unit >= 4 else 4))
+        rng = np.random.default_rng(0)
+        filled = cache.map_arrays(lambda x: x, lambda x: jnp.asarray(rng.integers(0, 200, x.shape).astype(x.dtype)))
+        before = [np.asarray(pool) for pool in arrays_of(filled)[1]]
+        moved = copy_pages(filled, jnp.array([3, -1], jnp.int32), jnp.array([0, -1], jnp.int32))
+        after = arrays_of(moved)[1]
+        assert len(after) >= 2
+        for old, new in zip(before, after, strict=True):
+            assert np.array_equal(new[0], old[3]) and np.array_equal(new[1:], old[1:])
