@@ -56,7 +56,13 @@ def call(package: str, function: str, implementation: str | None, *args, **kwarg
     """Runs `function` of the operation in `package` (the operation's ``__name__``) by `implementation`.
 
     Raises ValueError for an unknown name and NotImplementedError when a named implementation does not carry the call.
+    What it computes stands under the operation's name in a profile.
     """
+    with jax.named_scope(package.rpartition(".")[2]):
+        return _call(package, function, implementation, *args, **kwargs)
+
+
+def _call(package: str, function: str, implementation: str | None, *args, **kwargs):
     operation = package.rpartition(".")[2]
     implementation = named(implementation)
     if implementation is None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float
@@ -77,7 +78,8 @@ class Block(MixedLayer):
             tap("attn_out", y)
         stream = expand(y, stream, post, comb, numerics)
         mix, (next_mix, post, comb) = next_mix, self.feed_forward_mixes(stream)
-        y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), valid, is_image, numerics, tap)
+        with jax.named_scope("experts"):
+            y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), valid, is_image, numerics, tap)
         stream = expand(y, stream, post, comb, numerics)
         if tap is not None:
             tap("ffn_out", y)

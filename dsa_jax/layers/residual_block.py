@@ -1,5 +1,6 @@
 """One decoder layer around a single residual stream."""
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -45,7 +46,8 @@ class ResidualBlock(nnx.Module):
         if self.is_dense:
             y = self.ffn(x.reshape(-1, x.shape[-1]), numerics).reshape(x.shape)
         else:
-            y = self.ffn(x, step.valid, numerics, tap)
+            with jax.named_scope("experts"):
+                y = self.ffn(x, step.valid, numerics, tap)
         total = f32(numerics.round(total)) + f32(y)
         if tap is not None:
             tap("ffn_out", y)

@@ -3,6 +3,7 @@ section 4)."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
@@ -69,7 +70,8 @@ class SelfMixedBlock(MixedLayer):
             tap("attn_out", y)
         stream = expand(y, stream, post, comb, numerics)
         mix, post, comb = self.feed_forward_mixes(stream)
-        y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), ids, step.valid, numerics, tap)
+        with jax.named_scope("experts"):
+            y = self.ffn(self.ffn_norm(collapse(stream, mix, numerics), numerics), ids, step.valid, numerics, tap)
         stream = expand(y, stream, post, comb, numerics)
         if tap is not None:
             tap("ffn_out", y)
