@@ -9,6 +9,7 @@ import pytest
 import tolerances
 from reference import ops as oracle
 
+from dsa_jax import ops
 from pallas_kernels import platform, sparse_attention
 from pallas_kernels.sparse_attention import backward, dense, reference, sm100
 
@@ -230,6 +231,35 @@ def test_wrong_options():
     ]:
         with pytest.raises(ValueError, match=sentence):
             run(**arguments)
+
+
+# ---------------------------------------------------------------- in the models
+
+
+def test_models_decode_rows_once_where_many_list_them(monkeypatch):
+    """By shapes, on a GPU with kernels; the results are those of sparse_decode in every bit."""
+    rng = np.random.default_rng(2)
+    caches = tuple(
+        ops.PagedRows.zeros(form, pages, 4).scatter(jnp.arange(4 * pages, dtype=jnp.int32), normal(rng, 4 * pages, 64))
+        for form, pages in ((ops.Plain(64, BF16), 3), (ops.Plain(64, jnp.float32), 5))
+    )
+    q = normal(rng, 2, 2, 4, 64).astype(BF16)
+    slots = tuple(jnp.asarray(rng.integers(-2, 22, (2, 2, n)), jnp.int32) for n in (12, 20))  # 128 for 32 slots
+    few = tuple(each[..., :-1] for each in slots)
+    sink = normal(rng, 4)
+    wanted = ops.attend(q, caches, slots, sink=sink, scale=0.2, v_width=48)
+    decided = []
+    rule = ops._decodes_once
+    monkeypatch.setattr(ops, "_decodes_once", lambda *a: decided.append(rule(*a)) or decided[-1])
+    monkeypatch.setattr(ops._platform, "kernel_name", lambda: "sm90")
+    with ops.preferred("reference"):
+        found = ops.attend(q, caches, slots, sink=sink, scale=0.2, v_width=48)
+    for a, b in zip(found, wanted):
+        np.testing.assert_array_equal(a, b)
+    assert decided == [True]
+    assert not rule(q, caches, few) and not rule(q.astype(jnp.float32), caches, slots)
+    monkeypatch.setattr(ops, "_MOST_SLOTS", 31)
+    assert not rule(q, caches, slots)
 
 
 # ---------------------------------------------------------------- Blackwell, interpreted

@@ -111,7 +111,7 @@ class LatentAttention(nnx.Module):
         wkv_b = self.wkv_b.dequantized(numerics).reshape(self.heads, self.nope + self.value, self.latent)
         absorbed = per_head(q[..., : self.nope], wkv_b[:, : self.nope], 1, numerics)
         q = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)
-        o, lse = ops.sparse_decode(
+        o, lse = ops.attend(
             q, (rows,), (slots,), scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
         )
         return per_head(o, wkv_b[:, self.nope :], 2, numerics), lse

@@ -87,13 +87,13 @@ class SharedKVAttention(nnx.Module):
         tap: Tap | None = None,
     ) -> Float[Array, "B S d"]:
         """Softmax over the listed rows of the caches with the sink, inverse rotation, grouped output projection."""
-        o, _ = ops.sparse_decode(
+        o, _ = ops.attend(
             q, caches, slots, sink=self.attn_sink[...], scale=self.head_dim**-0.5, p_dtype=numerics.dtype
         )
         if tap is not None:
             tap("sparse_attn_out", o)
             if tap.asked_for("selected_lse") and len(caches) > 1:
-                _, lse = ops.sparse_decode(q, caches[1:], slots[1:], scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
+                _, lse = ops.attend(q, caches[1:], slots[1:], scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
                 tap("selected_lse", lse)
         o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], self.groups, -1)
         wo_a = self.wo_a.dequantized(numerics).reshape(self.groups, -1, o.shape[-1])
