@@ -10,6 +10,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -75,6 +76,31 @@ class CopyBarriers:
             _asm(text, "r,r,~{memory}", [at, arith.andi(mosaic.scalar(phase), _i32(1))])
 
         wait(self.ref, slot, phase)
+
+    def landed(self, slot, phase):
+        """Whether `wait` would return at once, int32: each warp looks for itself, and may see what others do not yet."""
+
+        def twin(ref, slot, phase):
+            return lax.rem(phase + slot, 2)  # whatever it says must be right: both answers are tried
+
+        @mosaic.lane_code(
+            arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
+            twin=twin,
+        )
+        def landed(_, words, slot, phase):
+            i32 = ir.IntegerType.get_signless(32)
+            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
+            text = (
+                "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, -1; "
+                "selp.s32 $0, 1, 0, p; }"
+            )
+            found = _asm(text, "=r,r,r,~{memory}", [at, arith.andi(mosaic.scalar(phase), _i32(1))], i32)
+            return mgpu.FragmentedArray(
+                _registers=np.array(found, dtype=object), _layout=_SCALAR.to_mgpu(), _is_signed=True
+            )
+
+        return landed(self.ref, slot, phase)
 
 
 def look_up(list_refs, limits, which, base, count):
@@ -152,7 +178,7 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
                 found = jnp.where(which == i, ref[jnp.clip(place, 0, ref.shape[0] - 1)], found)
             found = jnp.where(place >= 0, found, 0)
             for b in columns:
-                ring_ref[jax.lax.rem(block + b, blocks), row] = found[BLOCK * b : BLOCK * (b + 1)]
+                ring_ref[lax.rem(block + b, blocks), row] = found[BLOCK * b : BLOCK * (b + 1)]
             if tail is not None:
                 tail[row] = found[4 * BLOCK :]
         if bias is not None:
@@ -213,6 +239,42 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
                 _asm(lines, "r,l,r,l,~{memory}", [arith.addi(to, offset), begin, size, policy])
 
     copy(ring_ref, which, places, block, *optional, *source_refs)
+
+
+def store_transposed(ref, values):
+    """Stores float32 `values` [M, N], as a wgmma leaves them, as bf16 to the first N rows of `ref` [>= N, M].
+
+    ref: shared memory with the transforms TILE.
+    """
+    columns = ref.shape[1] // 64
+
+    def twin(ref, values):
+        ref[slice(0, values.shape[1])] = values.astype(jnp.bfloat16).T
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(TILE), plgpu.Layout.WGMMA), twin=twin)
+    def store(_, ref, values):
+        bf16 = ir.BF16Type.get()
+        thread = arith.remui(utils.thread_idx(), _i32(128))
+        warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
+        first, pair = arith.divui(lane, _i32(4)), arith.muli(arith.remui(lane, _i32(4)), _i32(2))
+        start = arith.addi(_address(ref, _i32(0), 1), arith.muli(first, _i32(2)))
+        # A register holds two neighbours of row 16 * warp + lane // 4 (or 8 further down) of a tile of 64, at column
+        # 8 * block + pair. That is row 8 * block + pair of `ref`, in part 2 * warp (or one more) of 16 bytes.
+        for index, register in np.ndenumerate(values.registers):
+            tile, block, half = index[0], index[1], index[4]
+            part = arith.addi(arith.muli(warp, _i32(2)), _i32(half))
+            for k in range(2):
+                row = arith.addi(pair, _i32(k))
+                swizzled = arith.muli(arith.xori(part, row), _i32(16))
+                offset = arith.addi(arith.muli(row, _i32(128)), swizzled)
+                offset = arith.addi(offset, _i32(1024 * (columns * block + tile)))
+                value = vector.extract(register, [], ir.DenseI64ArrayAttr.get([k]))
+                _asm(
+                    "{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; st.shared::cta.b16 [$0], t; }", "r,f,~{memory}",
+                    [arith.addi(start, offset), value],
+                )  # fmt: skip
+
+    store(ref, values)
 
 
 def _window(start, length):

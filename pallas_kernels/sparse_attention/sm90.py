@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_attention import wide
+from pallas_kernels.sparse_attention import few, wide
 
 WIDTHS = (512, 576)
 VALUES = 512
@@ -30,11 +30,12 @@ def sparse_attention(
         return (jnp.zeros((tokens, heads, VALUES), q.dtype), nothing) + (lse_prefix is not None) * (nothing,)
     kvs, lists, lengths, leading = (tuple(each[i] for i in full) for each in (kvs, lists, lengths, leading))
     sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
-    results = wide.attend(q, kvs, lists, lengths, sink, scale=float(scale))
+    attend = few.attend if heads in few.HEADS else wide.attend
+    results = attend(q, kvs, lists, lengths, sink, scale=float(scale))
     if lse_prefix is None:
         return results
     # A pass of its own over the leading entries: only training asks for it.
-    return *results, wide.attend(q, kvs, lists, leading, sink, scale=float(scale))[1]
+    return *results, attend(q, kvs, lists, leading, sink, scale=float(scale))[1]
 
 
 def _require(q, kvs, lists, scale, v_width, p_dtype):
