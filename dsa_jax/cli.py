@@ -93,9 +93,15 @@ def _parser() -> argparse.ArgumentParser:
     command("doctor", _doctor, "What is installed here, which kernels run, and whether each computes right.")
 
     bench = command("bench", _bench, "Time an operation's kernels on the GPU at hand, at their named shapes.")
-    bench.add_argument("operation", help="such as indexer_logits or top_k")
+    bench.add_argument("operation", help="such as indexer_logits or top_k; or model, for whole steps of a model by part")
     bench.add_argument("--shape", action="append", help="only this shape; repeatable")
     bench.add_argument("--no-xla", action="store_true", help="do not time the same shapes through XLA, which takes longest")
+    bench.add_argument("--config", type=Path, help="model: folder with the config.json whose widths are taken")
+    bench.add_argument("--batch", type=int, action="append", help="model: requests of a decode step; repeatable (default: 1, 32)")
+    bench.add_argument("--context", type=int, action="append", help="model: tokens of context; repeatable (default: 16384, 131072)")
+    bench.add_argument("--chunk", type=int, default=2048, help="model: tokens of a prefill step")
+    bench.add_argument("--experts", type=int, default=32, help="model: routed experts kept")
+    bench.add_argument("--mode", choices=("f32", "f32q", "bf16"), default="bf16", help="model: numerics mode")
     bench.add_argument("--json", type=Path, help="write the rows here too")
     bench.add_argument("--plot", type=Path, help="draw times and floors into this image file")
     return parser
@@ -278,6 +284,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.operation == "model":
+        return _bench_model(arguments)
     from pallas_kernels import bench
 
     rows = bench.run(
@@ -291,6 +299,31 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(bench.to_json(rows))
     if arguments.plot:
         bench.plot(rows, str(arguments.plot))
+    return 0
+
+
+def _bench_model(arguments: argparse.Namespace) -> int:
+    from dsa_jax import bench_model
+    from dsa_jax.config import load_config
+    from dsa_jax.numerics import numerics
+
+    if arguments.config is None:
+        raise ValueError("bench model needs --config FOLDER, a folder with the config.json whose widths are taken.")
+    rows = bench_model.run(
+        load_config(arguments.config),
+        numerics(arguments.mode),
+        batches=arguments.batch or (1, 32),
+        contexts=arguments.context or (16384, 131072),
+        chunk=arguments.chunk,
+        experts=arguments.experts,
+        reference=not arguments.no_xla,
+        report=lambda row: print(bench_model.table([row]).splitlines()[-1], flush=True),
+    )
+    print(bench_model.table(rows))
+    if arguments.json:
+        arguments.json.write_text(bench_model.to_json(rows))
+    if arguments.plot:
+        bench_model.plot(rows, str(arguments.plot))
     return 0
 
 

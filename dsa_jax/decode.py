@@ -94,8 +94,7 @@ class LanguageModel:
         def traced(leaves, *arguments, **static):
             self.traces[name] = self.traces.get(name, 0) + 1
             with ops.preferred(self.implementation):
-                model = nnx.merge(self._graphdef, jax.tree.unflatten(self._structure, leaves))
-                return function(model, *arguments, **static)
+                return function(self.model(leaves), *arguments, **static)
 
         return jax.jit(traced, **options)
 
@@ -103,6 +102,10 @@ class LanguageModel:
     def programs(self) -> Programs:
         """The engine's compiled functions, which all engines of this model share."""
         return Programs(self)
+
+    def parameters(self) -> dict[str, Array]:
+        """Dotted name -> parameter, as stored."""
+        return dict(zip(self._names, self.leaves, strict=True))
 
     def parameter(self, name: str) -> Array:
         """The parameter with this dotted name, as stored."""
@@ -194,6 +197,11 @@ class LanguageModel:
         early when all are done.
         """
         return self._decode(self.leaves, cache, logits, done, sampling, stop_ids, steps=steps, drafts=drafts)
+
+    def model(self, leaves: list[Array] | None = None) -> nnx.Module:
+        """The module with `leaves` as its parameters; None takes the model's own."""
+        leaves = self.leaves if leaves is None else leaves
+        return nnx.merge(self._graphdef, jax.tree.unflatten(self._structure, leaves))
 
     def _check(self, cache: Cache, prompts: list[np.ndarray], images: Sequence[Sequence[ImageSpan]]) -> None:
         config = self.config

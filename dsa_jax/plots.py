@@ -99,3 +99,27 @@ def verdicts(rows: Sequence[Any], title: str):
 def _against_limit(row: Any) -> float:
     more_is_better = row.measure in ("list overlap", "rows agreeing")
     return row.limit / max(row.value, _SMALLEST) if more_is_better else row.value / row.limit
+
+
+def stacked_times(
+    names: Sequence[str], parts: Mapping[str, Sequence[float]], floors: Sequence[float | None], title: str
+):
+    """Microseconds of steps as bars, one colour a part, on a logarithmic axis of totals. `floors` are drawn as marks.
+
+    Returns the matplotlib Figure.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(9, 0.34 * len(names) + 1.6), layout="constrained")
+    left = np.zeros(len(names))
+    for part, values in parts.items():
+        axes.barh(range(len(names)), values, left=left, label=part)
+        left = left + np.asarray(values)
+    known = [(floor, place) for place, floor in enumerate(floors) if floor is not None]
+    if known:
+        axes.scatter(*zip(*known, strict=True), color="black", marker="|", s=90, label="floor", zorder=3)
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds a step")
+    axes.set_title(title)
+    axes.legend(fontsize=8)
+    return figure

@@ -1,0 +1,298 @@
+"""Times whole steps of a model of real widths with random weights: by part, against a floor, against XLA's references.
+
+A model is cut to as many layers as show every role; widths, heads, formats and lists stay those of the config. Step times
+are wall-clock times of the compiled step. Parts are the device times of its operations as the profiler reports them, by
+the name of the operation that each belongs to; they come from a second compilation without CUDA graphs, whose kernels a
+profile cannot tell apart.
+"""
+
+import dataclasses
+import json
+import re
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsa_jax import ops
+from dsa_jax.bench_floor import PARTS, floors_us
+from dsa_jax.cache.requests import page_bytes
+from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.config_v32 import V32Config
+from dsa_jax.decode import LanguageModel, parameter_names
+from dsa_jax.loading import abstract_model
+from dsa_jax.numerics import Numerics
+from dsa_jax.sampling import Sampling
+
+STEPS, RUNS = 8, 3
+DISTINCT_PAGES = 2048  # pages are filled with so many different ones, again and again: scores repeat, addresses do not
+POOL_SHARE = 0.6  # of the device's free memory
+_SCOPES = (
+    ("indexer", re.compile(r"/(indexer_logits|candidate_logits)/")),
+    ("selection", re.compile(r"/top_k/")),
+    ("attention", re.compile(r"/(sparse_decode|sparse_attention)/")),
+    ("experts", re.compile(r"/experts/")),
+)
+_NESTED = re.compile(r"^(while|call|conditional)")  # their time is that of what runs inside
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """One measured step. Times in microseconds: us of the whole step, parts by name, floors of the parts (None where the
+    chip's rates are not known), us_reference with XLA's references in place of the kernels (None if not asked for).
+    shared: how many requests have a page in common where the pool does not hold all their tokens."""
+
+    kind: str
+    batch: int
+    context: int
+    rows: int
+    us: float
+    tokens_per_second: float
+    parts: dict[str, float]
+    floors: dict[str, float] | None
+    us_reference: float | None
+    shared: int
+    layers: tuple[str, ...]
+    device: str
+    jax: str
+
+
+def cut(config: Any, experts: int) -> Any:
+    """`config` with the fewest layers that show every role, at most `experts` routed experts, no Engram and no drafts.
+
+    V4.1: window, two ratio-2 sources each with a layer that reuses one, the candidate source, a layer that reuses it, and
+    a consumer. V4: the roles of its first layers. V3.2: one dense layer and one of experts.
+    """
+    experts = min(experts, config.n_routed_experts)
+    if isinstance(config, V41Config):
+        return dataclasses.replace(
+            config, num_hidden_layers=7, n_routed_experts=experts, compress_ratios=(0, 2, 2, 2, 1, 1, 1),
+            kv_source_layer_ids=(1, 3, 4), index_source_layer_ids=(1, 3, 4, 6), candidate_source_layer_id=4,
+            engram_layer_ids=(), engram_num_embeddings=(), num_nextn_predict_layers=0, dspark_target_layer_ids=(),
+        )  # fmt: skip
+    if isinstance(config, V4Config):
+        ratios = config.compress_ratios[: config.num_hidden_layers]
+        wanted = sorted({ratios.index(ratio) for ratio in set(ratios)})
+        return dataclasses.replace(
+            config, num_hidden_layers=len(wanted), compress_ratios=tuple(ratios[i] for i in wanted), n_routed_experts=experts,
+            num_nextn_predict_layers=0, num_hash_layers=0, dspark=None,
+        )  # fmt: skip
+    assert isinstance(config, V32Config)
+    return dataclasses.replace(
+        config, num_hidden_layers=2, first_k_dense_replace=1, n_routed_experts=experts, num_nextn_predict_layers=0
+    )
+
+
+def random_model(config: Any, numerics: Numerics, implementation: str | None = None) -> LanguageModel:
+    """A model with weights made on the device from the parameters' names; activations stay near 1."""
+    graphdef, state = nnx.split(abstract_model(config))
+    leaves, structure = jax.tree.flatten(state)
+    arrays = [_weight(*pair) for pair in zip(parameter_names(state), leaves, strict=True)]
+    return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), numerics, implementation)
+
+
+def _weight(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+    key, kind = jax.random.key(zlib.crc32(name.encode())), name.rpartition(".")[2]
+    if jnp.issubdtype(like.dtype, jnp.integer) and like.dtype != jnp.uint8:  # tables of ids
+        return jax.random.randint(key, like.shape, 0, 2).astype(like.dtype)
+    if kind == "scale":
+        gain = (like.shape[-1] * 32) ** 0.5 * (2.9 if ".experts." in name else 1)
+        exponent = -round(np.log2(gain))
+        return jnp.full(like.shape, 127 + exponent if like.dtype == jnp.uint8 else 2.0**exponent, like.dtype)
+    if like.dtype == jnp.uint8:
+        return jax.random.bits(key, like.shape, jnp.uint8)
+    if "norm" in name:
+        return jnp.ones(like.shape, like.dtype)
+    if kind.endswith("_scale"):
+        return jnp.full(like.shape, 0.5, like.dtype)
+    near_one = like.dtype == jnp.float8_e4m3fn or len(like.shape) == 1 or name == "embed.weight"
+    return (jax.random.normal(key, like.shape) * (1 if near_one else like.shape[-1] ** -0.5)).astype(like.dtype)
+
+
+def filled_cache(lm: LanguageModel, batch: int, context: int, room: int) -> tuple[Any, int]:
+    """A cache of `batch` requests that hold `context` random tokens and have room for `room` more, and how many requests
+    share a page: more than one where the pool would not fit beside the weights."""
+    tokens = context + room
+    shape = jax.eval_shape(lambda: lm.new_cache(1, tokens, CacheSizes(pages=1)))
+    each = shape.block_table.shape[1]
+    free = _free_bytes()
+    pages = batch * each if free is None else min(batch * each, max(each, int(POOL_SHARE * free) // page_bytes(shape)))
+    cache = lm.new_cache(batch, tokens, CacheSizes(pages=pages))
+    cache = jax.tree.map(_random_rows, cache, is_leaf=lambda x: isinstance(x, ops.PagedRows))
+    table = (np.arange(batch * each) % pages).astype(np.int32).reshape(batch, each)
+    length = jnp.full((batch,), context, jnp.int32)
+    return dataclasses.replace(cache, length=length, block_table=jnp.asarray(table)), -(-batch * each // pages)
+
+
+def _random_rows(rows: Any) -> Any:
+    """Pages of random records; what is not pages, as it is."""
+    if not isinstance(rows, ops.PagedRows):
+        return rows
+    pages = rows.pages.shape[0]
+    distinct = min(pages, DISTINCT_PAGES)
+    empty = ops.PagedRows.zeros(rows.format, distinct, rows.page_size)
+
+    @jax.jit
+    def filled():
+        values = jax.random.normal(jax.random.key(distinct), (empty.num_slots, rows.format.width))
+        some = empty.scatter(jnp.arange(empty.num_slots, dtype=jnp.int32), values).pages
+        return jnp.tile(some, (-(-pages // distinct), *[1] * (some.ndim - 1)))[:pages]
+
+    return dataclasses.replace(rows, pages=filled())
+
+
+def _free_bytes() -> int | None:
+    stats = jax.devices()[0].memory_stats()
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
+
+
+def run(
+    config: Any,
+    numerics: Numerics,
+    *,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    chunk: int,
+    experts: int = 32,
+    reference: bool = False,
+    report: Callable[[StepRow], None] = lambda row: None,
+) -> list[StepRow]:
+    """Measures a decode step for every batch and context, and a prefill chunk of `chunk` tokens for every context.
+
+    `reference` also times the same weights with XLA's references. ValueError where a context leaves no room in the config's
+    positions or is shorter than the chunk.
+    """
+    for context in contexts:
+        if context < chunk or context > config.max_position_embeddings:
+            raise ValueError(
+                f"context={context} must hold the chunk of {chunk} tokens and stay within the {config.max_position_embeddings} "
+                "positions of the config (max_position_embeddings)."
+            )
+    config = cut(config, experts)
+    lm = random_model(config, numerics)
+    plain = LanguageModel(lm.model(), numerics, "reference") if reference else None
+    rows = []
+    for context in contexts:
+        for kind, batch, count in [("prefill", 1, chunk), *(("decode", batch, 1) for batch in batches)]:
+            row = _measure(lm, plain, kind, batch, context, count)
+            rows.append(row)
+            report(row)
+    return rows
+
+
+def _measure(lm: LanguageModel, plain: LanguageModel | None, kind: str, batch: int, context: int, count: int) -> StepRow:
+    steps = STEPS if kind == "decode" else 1
+    step = _decode_step if kind == "decode" else _prefill_step
+    us, shared = _wall_us(lm, step, batch, context, count, steps)
+    parts = _parts_us(lm, step, batch, context, count, steps)
+    reference = None if plain is None else _wall_us(plain, step, batch, context, count, steps)[0]
+    return StepRow(
+        kind=kind, batch=batch, context=context, rows=count, us=us, tokens_per_second=1e6 * batch * count / us, parts=parts,
+        floors=floors_us(lm, batch, context, count), us_reference=reference, shared=shared,
+        layers=tuple(getattr(role, "mode", None) or role.ffn for role in lm.plan),
+        device=jax.devices()[0].device_kind, jax=jax.__version__,
+    )  # fmt: skip
+
+
+def _decode_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
+    """(compiled function, arguments, static arguments) of a burst of decode steps."""
+    logits = jax.random.normal(jax.random.key(0), (batch, lm.config.vocab_size))
+    none, stops = jnp.zeros((batch,), bool), jnp.array([-1], jnp.int32)
+    return lm._decode, (lm.leaves, cache, logits, none, Sampling.of(batch), stops), {"steps": STEPS, "drafts": 0}
+
+
+def _prefill_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
+    tokens = jax.random.randint(jax.random.key(1), (batch, count), 0, lm.config.vocab_size, jnp.int32)
+    logits = jnp.zeros((batch, lm.config.vocab_size), jnp.float32)
+    return lm._prefill, (lm.leaves, cache, logits, tokens, jnp.full((batch,), count, jnp.int32), None), {}
+
+
+def _prepared(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int):
+    room = count * steps
+    cache, shared = filled_cache(lm, batch, context - room, room)
+    return *step(lm, cache, batch, count), shared
+
+
+def _wall_us(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int) -> tuple[float, int]:
+    """(median wall-clock time of a step, after one run to compile; how many requests share a page)."""
+    times = []
+    for _ in range(1 + RUNS):
+        function, arguments, static, shared = _prepared(lm, step, batch, context, count, steps)
+        jax.block_until_ready(arguments)
+        begun = time.perf_counter()
+        jax.block_until_ready(function(*arguments, **static))
+        times.append(1e6 * (time.perf_counter() - begun) / steps)
+    return float(np.median(times[1:])), shared
+
+
+def _parts_us(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int) -> dict[str, float]:
+    """Device time of a step by part."""
+    function, arguments, static, _ = _prepared(lm, step, batch, context, count, steps)
+    options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+    program = function.lower(*arguments, **static).compile(compiler_options=options)
+    part_of = _part_of_instructions(program.as_text())
+    jax.block_until_ready(program(*arguments))
+    _, arguments, _, _ = _prepared(lm, step, batch, context, count, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(program(*arguments))
+        (trace,) = Path(folder).glob("**/*.xplane.pb")
+        profile = jax.profiler.ProfileData.from_file(str(trace))
+        total = dict.fromkeys(PARTS, 0.0)
+        for plane in profile.planes:
+            for line in plane.lines:
+                for event in line.events:
+                    name = dict(event.stats).get("hlo_op")
+                    if name is not None and name in part_of and not _NESTED.match(name):
+                        total[part_of[name]] += event.duration_ns / 1e3 / steps
+    return total
+
+
+def _part_of_instructions(program: str) -> dict[str, str]:
+    """Instruction name -> part, from the names of the operations that a compiled program's text gives for each."""
+    parts = {}
+    for name, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = (.*)$", program, re.MULTILINE):
+        found = re.search(r'op_name="([^"]*)"', rest)
+        scope = found[1] if found else ""
+        parts[name] = next((part for part, pattern in _SCOPES if pattern.search(scope)), "rest")
+    return parts
+
+
+def table(rows: Sequence[StepRow]) -> str:
+    """The rows as a text table: step, throughput, each part over its floor."""
+    lines = [f"{'step':28} {'us':>10} {'tokens/s':>11} {'XLA us':>10}  part: us / floor us"]
+    for r in rows:
+        name = f"{r.kind} batch {r.batch} at {r.context:,}" + (f" (pages shared by {r.shared})" if r.shared > 1 else "")
+        plain = f"{r.us_reference:10.0f}" if r.us_reference is not None else f"{'-':>10}"
+        parts = "  ".join(
+            f"{part} {r.parts[part]:.0f}" + (f"/{r.floors[part]:.0f}" if r.floors is not None else "") for part in PARTS
+        )
+        lines.append(f"{name:28} {r.us:10.0f} {r.tokens_per_second:11.0f} {plain}  {parts}")
+    return "\n".join(lines)
+
+
+def to_json(rows: Sequence[StepRow]) -> str:
+    """The rows as a JSON list of objects."""
+    return json.dumps([dataclasses.asdict(row) for row in rows], indent=1)
+
+
+def plot(rows: Sequence[StepRow], path: str) -> None:
+    """Draws the parts of every step as a stacked bar, with the sum of the floors as a mark. Needs matplotlib."""
+    from dsa_jax import plots
+
+    figure = plots.stacked_times(
+        [f"{r.kind} batch {r.batch}\n{r.context:,}" for r in rows],
+        {part: [r.parts[part] for r in rows] for part in PARTS},
+        [None if r.floors is None else sum(r.floors.values()) for r in rows],
+        f"one step on {rows[0].device}" if rows else "no rows",
+    )
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,68 @@
+"""The model benchmark on a CPU: every part is timed, floors follow the config, and every role stays in the cut model."""
+
+import json
+
+import numpy as np
+import pytest
+from engines import small_model
+from tiny import CHECKPOINT
+
+from dsa_jax import bench_model
+from dsa_jax.bench_floor import PARTS, layers_of, work_of
+from dsa_jax.cli import main
+from dsa_jax.config import load_config
+from dsa_jax.layer_plan import layer_plan
+
+
+def test_a_cut_model_shows_every_role_at_the_config_s_widths():
+    config = load_config(CHECKPOINT)
+    cut = bench_model.cut(config, 2)
+    modes = [role.mode for role in layer_plan(cut)]
+    assert modes == ["window", "full", "reuse", "full", "full", "reuse", "reindex"]
+    assert cut.n_routed_experts == 2 and cut.hidden_size == config.hidden_size and cut.index_topk == config.index_topk
+
+
+def test_work_is_counted_from_the_records_and_lists():
+    """One decode step of the small model at 32 tokens, by hand: two sources and a consumer of 3 blocks of 4 positions."""
+    lm = small_model()
+    key = 32 // 2 + 32 // 32  # MXFP4 index key of width 32
+    listed = list(layers_of(lm.config, lm.plan, 32))
+    assert [(layer.scored, layer.key_bytes) for layer in listed] == [(16, key), (32, key), (12, key)]
+    assert [layer.attended for layer in listed] == [((8, 33), (6, 18))] * 3
+    work = work_of(lm, batch=2, context=32, rows=1)
+    assert work["indexer"] == (2 * (16 + 32 + 12) * (key + 4), 2 * 2 * (16 + 32 + 12) * 2 * 32)
+    assert work["selection"][0] == 4 * 2 * (16 + 32 + 12 + 3 * 6)
+    assert all(nbytes > 0 for nbytes, _ in work.values())
+
+
+def test_parts_of_a_program_go_by_the_names_of_operations():
+    program = """
+      %fusion.1 = f32[4] fusion(%a), kind=kLoop, metadata={op_name="jit(decode)/while/body/indexer_logits/dot_general"}
+      ROOT %sort.2 = f32[4] sort(%b), metadata={op_name="jit(decode)/top_k/sort"}
+      %custom-call.3 = f32[4] custom-call(%c), metadata={op_name="jit(decode)/sparse_decode/pallas_call"}
+      %dot.4 = f32[4] dot(%d), metadata={op_name="jit(decode)/experts/while/body/dot_general"}
+      %copy.5 = f32[4] copy(%e)
+    """
+    assert bench_model._part_of_instructions(program) == {
+        "fusion.1": "indexer", "sort.2": "selection", "custom-call.3": "attention", "dot.4": "experts", "copy.5": "rest",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_bench_model_on_the_command_line(tmp_path, capsys):
+    arguments = ["bench", "model", "--config", str(CHECKPOINT), "--batch", "2", "--context", "64", "--chunk", "16"]
+    assert main([*arguments, "--mode", "f32", "--no-xla", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["kind"], row["batch"], row["rows"]) for row in rows] == [("prefill", 1, 16), ("decode", 2, 1)]
+    for row in rows:
+        assert row["us"] > 0 and set(row["parts"]) == set(PARTS) and row["floors"] is None and row["shared"] == 1
+        assert all(np.isfinite(us) and us >= 0 for us in row["parts"].values())
+        assert row["parts"]["experts"] > 0 and row["parts"]["rest"] > 0
+    assert "decode batch 2 at 64" in capsys.readouterr().out
+
+
+def test_what_bench_model_cannot_do_is_said(capsys):
+    assert main(["bench", "model"]) == 2
+    assert "bench model needs --config" in capsys.readouterr().err
+    assert main(["bench", "model", "--config", str(CHECKPOINT), "--context", "64"]) == 2
+    assert "context=64 must hold the chunk of 2048 tokens" in capsys.readouterr().err
