@@ -1,10 +1,10 @@
 """Attention over listed rows on Blackwell: TMA gather4, tcgen05 products with the accumulators in TMEM.
 
 A thread block takes 64 heads of one query row (where there are fewer, the rows of the products that are left over are
-computed and dropped). Three warpgroups: one gathers blocks of listed rows and issues the products, both of which are
-asynchronous; one makes probabilities of scores; one rescales the accumulator when a maximum has grown, and writes the
-output. Keys and values are the same bytes in shared memory. A fourth warpgroup, for gathers alone, would leave the
-third too few registers.
+computed and dropped). Three warpgroups: one gathers blocks of listed rows; one makes probabilities of scores; one issues
+the products, rescales the accumulator when a maximum has grown, and writes the output. (With a fourth, products and
+accumulator apart, no warpgroup has the registers that rescaling takes.) Keys and values are the same bytes in shared
+memory.
 
 With a multiple of 128 heads two thread blocks form a pair, whose products are 2-CTA MMAs: each holds 64 heads, the keys
 of its half of a block, and its half of the values of the whole block. The interpreter knows no 2-CTA MMA and gets the
@@ -33,7 +33,7 @@ WIDTHS = (512, 576)
 CHUNK = 128  # values of one accumulator: as many columns of it as a warpgroup holds in registers with ease
 _CHUNKS = VALUES // CHUNK
 _LOG2_E = math.log2(math.e)
-_FEEDER, _SOFTMAX, _CORRECTOR, _WARPGROUPS = 0, 1, 2, 3
+_LOADER, _SOFTMAX, _MULTIPLIER, _WARPGROUPS = 0, 1, 2, 3
 
 
 def unproven(function, args):
@@ -87,6 +87,10 @@ class _Form:
     @property
     def stages(self):
         return 1 if self.paired else 2
+
+    @property
+    def list_slots(self):  # the lists of the blocks whose rows are held, and of the next
+        return self.stages + 1
 
     @property
     def tail(self):  # columns of a key that are no values
@@ -157,11 +161,11 @@ def _scratch(form):
         q_s=plgpu.SMEM((HEADS, form.width), bf16, transforms=form.transforms),
         k_s=plgpu.SMEM((form.stages, _CHUNKS, KEYS, CHUNK), bf16, transforms=form.transforms),
         p_s=plgpu.SMEM((HEADS, form.block), bf16, transforms=form.transforms),
-        list_s=plgpu.SMEM((2, form.block), jnp.uint32),
+        list_s=plgpu.SMEM((form.list_slots, form.block), jnp.uint32),
         factor_s=plgpu.SMEM((HEADS,), f32),
         scores=plgpu.TMEM((HEADS, form.block), f32, collective=form.paired),
         acc=[plgpu.TMEM((HEADS, CHUNK), f32, collective=form.paired) for _ in range(_CHUNKS)],
-        listed=plgpu.Barrier(num_barriers=2),
+        listed=plgpu.Barrier(num_barriers=form.list_slots),
         q_full=plgpu.Barrier(),
         k_full=plgpu.Barrier(num_arrivals=_CHUNKS + (form.tail > 0), num_barriers=form.stages),
         k_empty=tensor(num_barriers=form.stages),
@@ -202,17 +206,17 @@ def _body(q_ref, sink_ref, *refs, form, rows, scale, **scratch):
     steps = jnp.maximum(sum(counts), 1)
     call = _Call(form, rows, scale, token, group, rank, first, steps)
 
-    @pl.when(wg == _FEEDER)
+    @pl.when(wg == _LOADER)
     def _():
-        _feed(call, q_ref, kv_refs, list_refs, s)
+        _load(call, q_ref, kv_refs, list_refs, s)
 
     @pl.when(wg == _SOFTMAX)
     def _():
         _softmax(call, sink_ref, lse_ref, prefix_ref, s)
 
-    @pl.when(wg == _CORRECTOR)
+    @pl.when(wg == _MULTIPLIER)
     def _():
-        _correct(call, out_ref, s)
+        _multiply(call, out_ref, s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,27 +256,41 @@ class _Scratch:
         self.__dict__ |= refs
 
 
-def _feed(call, q_ref, kv_refs, list_refs, s):
-    """Gathers rows and issues products. A block's rows are gathered as soon as the products that read what lay in their
-    place are done, while the products of the block before it run."""
+def _load(call, q_ref, kv_refs, list_refs, s):
+    """Gathers every block's rows as soon as the products that read what lay in their place are done."""
     form, steps = call.form, call.steps
-    axis = dict(collective_axis="pair") if form.paired else {}
 
     def fetch(step):
-        """Starts copying the list of a block."""
+        """Starts copying the list of a block, if there is one more."""
 
-        def copy(number, block):
-            # A call of no block at all has the first of the last list, of which every entry is none.
-            source = list_refs[number].at[call.token, pl.ds(block * form.block, form.block)]
-            plgpu.copy_gmem_to_smem(source, s.list_s.at[lax.rem(step, 2)], s.listed.at[lax.rem(step, 2)])
+        @pl.when(step < steps)
+        def _():
+            slot = lax.rem(step, form.list_slots)
 
-        call.per_list(step, copy)
+            def copy(number, block):
+                # A call of no block at all has the first of the last list, of which every entry is none.
+                source = list_refs[number].at[call.token, pl.ds(block * form.block, form.block)]
+                plgpu.copy_gmem_to_smem(source, s.list_s.at[slot], s.listed.at[slot])
 
-    def gather_keys(step):
-        slot, place = lax.rem(step, form.stages), lax.rem(step, 2)
+            call.per_list(step, copy)
+
+    heads = pl.ds(call.group * HEADS, call.heads)
+    plgpu.copy_gmem_to_smem(q_ref.at[call.token, heads], s.q_s.at[pl.ds(0, call.heads)], s.q_full)
+    fetch(jnp.int32(0))
+
+    def step(i, _):
+        slot, place = lax.rem(i, form.stages), lax.rem(i, form.list_slots)
+
+        @pl.when(i >= form.stages)
+        def _():
+            plgpu.barrier_wait(s.k_empty.at[slot])
+
+        # Of the list that lies there the probabilities are made, or its rows' place would not be free.
+        if not form.paired:
+            fetch(i + 1)
         plgpu.barrier_wait(s.listed.at[place])
 
-        def gather(number, _):
+        def gather_keys(number, _):
             own = s.list_s.at[place, pl.ds(call.rank * KEYS, KEYS)]
 
             def chunk(c, _):  # a loop: the instructions of all chunks at once take too many registers
@@ -282,83 +300,26 @@ def _feed(call, q_ref, kv_refs, list_refs, s):
             if form.tail:
                 _gather(s.tail_s.at[slot], kv_refs[number], own, s.k_full.at[slot], VALUES)
 
-        call.per_list(step, gather)
+        call.per_list(i, gather_keys)
+        if not form.paired:
+            return
 
-    def gather_values(step):
-        def gather(number, _):
+        @pl.when(i > 0)
+        def _():
+            plgpu.barrier_wait(s.v_empty)
+
+        fetch(i + 1)
+
+        def gather_values(number, _):
             def chunk(c, _):
                 first = pl.multiple_of(c * CHUNK + call.rank * (CHUNK // 2), CHUNK // 2)
-                _gather(s.v_s.at[c], kv_refs[number], s.list_s.at[lax.rem(step, 2)], s.v_full, first)
+                _gather(s.v_s.at[c], kv_refs[number], s.list_s.at[place], s.v_full, first)
 
             lax.fori_loop(0, _CHUNKS, chunk, None)
 
-        call.per_list(step, gather)
+        call.per_list(i, gather_values)
 
-    def wait_for_both(full, ready):
-        """Waits for copies, and in a pair for those of both thread blocks."""
-        plgpu.barrier_wait(full)
-        if form.paired:
-            plgpu.barrier_arrive(ready)
-            plgpu.barrier_wait(ready)
-
-    def score(i):
-        slot = lax.rem(i, form.stages)
-        wait_for_both(s.k_full.at[slot], s.k_ready if form.paired else None)
-        for c in range(_CHUNKS):
-            part = s.q_s.at[:, pl.ds(c * CHUNK, CHUNK)]
-            plgpu.tcgen05_mma(s.scores, part, s.k_s.at[slot, c].T, accumulate=c > 0, **axis)
-        if form.tail:
-            plgpu.tcgen05_mma(s.scores, s.q_s.at[:, pl.ds(VALUES, form.tail)], s.tail_s.at[slot].T, **axis)
-        if form.paired:
-            plgpu.tcgen05_commit_arrive(s.k_empty.at[slot], **axis)
-        plgpu.tcgen05_commit_arrive(s.scored, **axis)
-
-    def add(i):
-        slot = lax.rem(i, form.stages)
-        if form.paired:
-            wait_for_both(s.v_full, s.v_ready)
-        plgpu.barrier_wait(s.ready)
-        for c in range(_CHUNKS):
-            values = s.v_s.at[c] if form.paired else s.k_s.at[slot, c]
-            plgpu.tcgen05_mma(s.acc[c], s.p_s, values, accumulate=i > 0, **axis)
-        plgpu.tcgen05_commit_arrive(s.v_empty if form.paired else s.k_empty.at[slot], **axis)
-        plgpu.tcgen05_commit_arrive(s.added, **axis)
-
-    heads = pl.ds(call.group * HEADS, call.heads)
-    plgpu.copy_gmem_to_smem(q_ref.at[call.token, heads], s.q_s.at[pl.ds(0, call.heads)], s.q_full)
-    fetch(jnp.int32(0))
-
-    @pl.when(steps > 1)
-    def _():
-        fetch(jnp.int32(1))
-
-    plgpu.barrier_wait(s.q_full)
-
-    def step(i, _):
-        pl.when(i >= 0)(lambda: score(i))
-        if form.paired:
-
-            @pl.when(i >= 0)
-            def _():
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(s.v_empty))
-                gather_values(i)
-
-        @pl.when(i + 1 < steps)
-        def _():
-            @pl.when(i + 1 >= form.stages)
-            def _():
-                plgpu.barrier_wait(s.k_empty.at[lax.rem(i + 1, form.stages)])
-
-            gather_keys(i + 1)
-
-        pl.when(i >= 0)(lambda: add(i))
-
-        # The list of this block has been read by all: by the softmax, or there would be no probabilities.
-        @pl.when((i >= 0) & (i + 2 < steps))
-        def _():
-            fetch(i + 2)
-
-    lax.fori_loop(-1, steps, step, None)
+    lax.fori_loop(0, steps, step, None)
 
     def drain(i, _):
         plgpu.barrier_wait(s.k_empty.at[lax.rem(i, form.stages)])
@@ -402,7 +363,7 @@ def _softmax(call, sink_ref, lse_ref, prefix_ref, s):
         plgpu.barrier_wait(s.scored)
         scores = plgpu.async_load_tmem(s.scores, layout=layout)
         plgpu.wait_load_tmem()
-        places = plgpu.load(s.list_s.at[lax.rem(i, 2)], layout=per_key)
+        places = plgpu.load(s.list_s.at[lax.rem(i, form.list_slots)], layout=per_key)
         rows = jnp.where(i < call.first, call.rows[0], call.rows[-1]).astype(jnp.uint32)
         listed = lax.broadcast_in_dim(places < rows, (HEADS, form.block), (1,))
         scores = jnp.where(listed, scores * call.scale, -jnp.inf)
@@ -447,15 +408,44 @@ def _natural_log(total, high):
     return jnp.where(total > 0, log, jnp.where(total == 0, -jnp.inf, total))
 
 
-def _correct(call, out_ref, s):
+def _multiply(call, out_ref, s):
+    """Issues the products, and keeps the accumulator: scales its rows before a block is added, and writes it out."""
     form, steps = call.form, call.steps
+    axis = dict(collective_axis="pair") if form.paired else {}
     layout = _layout(form, CHUNK)
+
+    def wait_for_both(full, ready):
+        """Waits for copies, and in a pair for those of both thread blocks."""
+        plgpu.barrier_wait(full)
+        if form.paired:
+            plgpu.barrier_arrive(ready)
+            plgpu.barrier_wait(ready)
+
+    def score(i):
+        slot = lax.rem(i, form.stages)
+        wait_for_both(s.k_full.at[slot], s.k_ready if form.paired else None)
+        for c in range(_CHUNKS):
+            part = s.q_s.at[:, pl.ds(c * CHUNK, CHUNK)]
+            plgpu.tcgen05_mma(s.scores, part, s.k_s.at[slot, c].T, accumulate=c > 0, **axis)
+        if form.tail:
+            plgpu.tcgen05_mma(s.scores, s.q_s.at[:, pl.ds(VALUES, form.tail)], s.tail_s.at[slot].T, **axis)
+        if form.paired:
+            plgpu.tcgen05_commit_arrive(s.k_empty.at[slot], **axis)
+        plgpu.tcgen05_commit_arrive(s.scored, **axis)
+
+    def add(i):
+        slot = lax.rem(i, form.stages)
+        for c in range(_CHUNKS):
+            values = s.v_s.at[c] if form.paired else s.k_s.at[slot, c]
+            plgpu.tcgen05_mma(s.acc[c], s.p_s, values, accumulate=i > 0, **axis)
+        plgpu.tcgen05_commit_arrive(s.v_empty if form.paired else s.k_empty.at[slot], **axis)
+        plgpu.tcgen05_commit_arrive(s.added, **axis)
 
     def factor():
         plgpu.barrier_wait(s.factor_ready)
         return lax.broadcast_in_dim(plgpu.load(s.factor_s, layout=layout.reduce(1)), (HEADS, CHUNK), (0,))
 
-    def step(i, _):
+    def scale(i):
         shrink = factor()
 
         @pl.when(i > 0)
@@ -469,7 +459,22 @@ def _correct(call, out_ref, s):
 
         plgpu.barrier_arrive(s.ready)
 
-    lax.fori_loop(0, steps, step, None)
+    plgpu.barrier_wait(s.q_full)
+
+    def step(i, _):
+        @pl.when(i > 0)
+        def _():
+            scale(i - 1)
+            if form.paired:
+                wait_for_both(s.v_full, s.v_ready)
+            plgpu.barrier_wait(s.ready)
+            add(i - 1)
+
+        @pl.when(i < steps)
+        def _():
+            score(i)
+
+    lax.fori_loop(0, steps + 1, step, None)
     inverse = factor()
     plgpu.barrier_wait(s.added)
     heads = pl.ds(call.group * HEADS, call.heads)
