@@ -245,7 +245,8 @@ def _scale_of_float(bits):
         arith.cmpi(arith.CmpIPredicate.eq, arith.andi(bits, i32(0x7FFFFF)), i32(0)),
     )
     scale = arith.shli(arith.addi(field, i32(_TO_BF16 - DOWN)), i32(7))
-    return scale, arith.select(fits, i32(0), i32(1))
+    zero = arith.cmpi(arith.CmpIPredicate.eq, bits, i32(0))  # of a row that is none
+    return arith.select(zero, i32(0), scale), arith.select(arith.ori(fits, zero), i32(0), i32(1))
 
 
 def _scale_of_e8m0(byte):

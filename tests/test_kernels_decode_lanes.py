@@ -1,0 +1,191 @@
+"""The lane code of the Hopper decode kernel, run lane by lane in NumPy: bytes to operands, softmax, output."""
+
+
+import jax.numpy as jnp
+import lane_emulator as emulator
+import ml_dtypes
+import numpy as np
+import pytest
+from lane_emulator import Memory, wgmma_array, wgmma_registers
+from reference import ops as oracle
+
+from pallas_kernels import Model1, Plain, V32, V41MXFP8, V41NVFP4
+from pallas_kernels.sparse_decode import lanes, rows
+
+BF16 = ml_dtypes.bfloat16
+FORMATS = {
+    "v32": V32(),
+    "v32 of any scale": V32(),
+    "model1": Model1(),
+    "v41_mxfp8": V41MXFP8(),
+    "v41_nvfp4": V41NVFP4(),
+    "plain": Plain(512, jnp.bfloat16),
+}
+PAGE_SIZE, PAGES = 5, 20
+
+
+def cache_of(name, rng):
+    """(pages, stored bytes of every slot) with all E4M3 codes but NaN, all E2M1 codes and scales of many sizes."""
+    format = FORMATS[name]
+    slots = PAGES * PAGE_SIZE
+    if isinstance(format, Plain):
+        values = oracle.bf16(rng.standard_normal((slots, format.width))).astype(BF16)
+        return values.reshape(PAGES, PAGE_SIZE, -1), values.view(np.uint8).reshape(slots, -1)
+    stored = rng.integers(0, 256, (slots, format.row_bytes)).astype(np.uint8)
+    stored[(stored & 0x7F) == 0x7F] ^= 1  # NaN, or a scale of NaN
+    layout = rows.staged(format)
+    groups = layout.groups
+    if name.startswith("v32"):
+        scales = np.exp2(rng.integers(-30, 30, (slots, groups))).astype(np.float32)
+        scales = scales * np.float32(1.37) if "any" in name else scales
+        stored[:, 512:528] = scales.view(np.uint8)
+    elif layout.kind == "fp8":
+        stored[:, layout.scale : layout.scale + groups] = rng.integers(127 - 54, 127 + 56, (slots, groups))
+    if layout.tail:
+        tail = oracle.bf16(rng.standard_normal((slots, 64))).astype(BF16)
+        stored[:, layout.tail : layout.tail + 128] = tail.view(np.uint8)
+    pages = rng.integers(0, 256, (PAGES, -(-format.page_bytes(PAGE_SIZE) // 16) * 16 + 32)).astype(np.uint8)
+    for slot in range(slots):
+        page, row, at = slot // PAGE_SIZE, slot % PAGE_SIZE, 0
+        for field in format.fields(PAGE_SIZE):
+            start = field.offset + row * field.stride
+            pages[page, start : start + field.size] = stored[slot, at : at + field.size]
+            at += field.size
+    return pages, stored
+
+
+def staged_block(name, rng):
+    """A block of 64 slots, some of them none, copied to shared memory: (layout, slots, values as read, memory)."""
+    format = FORMATS[name]
+    layout = rows.staged(format)
+    pages, stored = cache_of(name, rng)
+    slots = rng.integers(0, PAGES * PAGE_SIZE, 64).astype(np.int32)
+    slots[[3, 40, 63]] = -1
+    lane = np.arange(128)
+    places = emulator.Value(slots[16 * (lane // 32) + lane % 16].view(np.uint32), "i32")
+    places = emulator.in_registers([emulator.Vector([places])])
+    raw = Memory(np.full(64 * layout.stride, 0xAA, np.uint8))
+    bias = Memory(np.full(64, np.nan, np.float32))
+    with np.errstate(over="ignore"):
+        rows.copy(raw, bias, Memory(pages), places, layout, PAGE_SIZE)
+    none = slots < 0
+    np.testing.assert_array_equal(bias.array, np.where(none, -np.inf, 0))
+    found = raw.array.reshape(64, -1)[:, : stored.shape[1]]
+    np.testing.assert_array_equal(found, np.where(none[:, None], 0, stored[slots]))
+    scale, odd = Memory(np.zeros(64 * (layout.groups + 1), BF16)), Memory(np.zeros(4, np.int32))
+    rows.prepare(raw, scale, odd, emulator.value(0), (layout,))
+    assert odd.array.any() == ("any" in name)
+    if isinstance(format, Plain):
+        values = stored.reshape(-1).view(BF16).reshape(len(stored), -1)
+    else:
+        values = np.asarray(format.decode(jnp.asarray(stored), jnp.bfloat16))
+    with np.errstate(over="ignore", under="ignore"):
+        values = (values.astype(np.float32) * np.float32(2.0**-layout.down)).astype(BF16).astype(np.float32)
+    return layout, np.where(none[:, None], 0, values[slots]), (raw, scale, odd)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_ac_69_stored_bytes_become_operands(name):
+    """Keys and values of a block, exactly as the format decodes, whatever the codes and scales."""
+    with emulator.emulated(rows):
+        layout, values, memory = staged_block(name, np.random.default_rng(5))
+        other = rows.staged(V41NVFP4() if name != "v41_nvfp4" else V41MXFP8())
+        width = values.shape[1]
+        for chunk in range(width // 64):
+            found = rows.key_fragment(*memory, emulator.value(0), chunk, (layout,))
+            found = wgmma_array(found.registers, (64, 64))
+            np.testing.assert_array_equal(found, np.asarray(rows.key_order(values[:, 64 * chunk : 64 * chunk + 64])))
+        for part, half in np.ndindex(4, 2):
+            with_other = (layout, other) if part == 1 and layout.format.width == 512 else (layout,)
+            found = rows.value_fragment(*memory, emulator.value(0), emulator.value(part), half, with_other)
+            found = wgmma_array(found.registers, (128, 32))
+            block = values[32 * half : 32 * half + 32, 128 * part : 128 * part + 128]
+            np.testing.assert_array_equal(found, rows.value_order(block.T))
+            np.testing.assert_array_equal(rows.value_order_back(found), block.T)
+
+
+def tile(array, swizzle):
+    """Bytes of [rows, columns] bf16 as TMA tiles them: eight rows of `swizzle` bytes, 16-byte pieces exchanged."""
+    count, columns = array.shape
+    wide = swizzle // 2
+    tiles = array.reshape(count // 8, 8, columns // wide, wide).swapaxes(1, 2)
+    pieces = tiles.reshape(*tiles.shape[:3], wide // 8, 8)
+    swapped = np.empty_like(pieces)
+    for row in range(8):
+        turn = row if swizzle == 128 else row // 2
+        for piece in range(wide // 8):
+            swapped[:, :, row, piece ^ turn] = pieces[:, :, row, piece]
+    return swapped
+
+
+@pytest.mark.parametrize("heads, width", [(8, 576), (24, 512), (64, 512)])
+def test_queries_are_laid_out_for_the_tensor_cores(heads, width):
+    rng = np.random.default_rng(6)
+    q = rng.standard_normal((2 * heads, width)).astype(BF16)
+    with emulator.emulated(rows, lanes):
+        q_s = Memory(np.zeros((heads, width), BF16))
+        for wg in range(2):
+            lanes.load_queries(Memory(q), q_s, emulator.value(heads), emulator.value(wg))
+    expected = tile(np.asarray(rows.key_order(q[heads:])), 128)
+    np.testing.assert_array_equal(q_s.array.reshape(-1), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("heads", [8, 24, 40, 64])
+def test_softmax_over_tokens(heads):
+    """Two turns of two warpgroups: maxima, sums and probabilities of every head; a row in the second segment."""
+    rng = np.random.default_rng(7)
+    scores = rng.standard_normal((2, 2, 64, heads)).astype(np.float32) * 30
+    scores[0, 1, :, 3] = -np.inf
+    number = emulator.value
+    with emulator.emulated(rows, lanes):
+        high_s = Memory(np.zeros((3, heads), np.int32))
+        sums_s = Memory(np.full((8, heads), np.nan, np.float32))
+        p_s = Memory(np.zeros((2, heads, 32), BF16))
+        maxima = lanes.Maxima(high_s)
+        turn = 4
+        maxima.reset(number(turn))
+        zero = emulator.Vector([number(0.0, "f32")] * 2)
+        sums = [lanes._lane_sums(zero) for _ in range(2)]
+        for t in range(2):
+            for wg in range(2):
+                maxima.offer(wgmma_registers(scores[t, wg]), number(turn + t), number(wg))
+            for wg in range(2):
+                before, now = (per_head(x, heads) for x in maxima.read(number(turn + t)))
+                high = scores[: t + 1].max((0, 1, 2))
+                np.testing.assert_array_equal(now, high)
+                np.testing.assert_array_equal(before, scores[0].max((0, 1)) if t else np.float32(-1e30))
+                p = np.exp2(scores[t, wg] - high)
+                sums[wg] = maxima.add(sums[wg], wgmma_registers(p), number(turn + t))
+                lanes.write_probabilities(p_s, wgmma_registers(p))
+                expected = [tile(np.ascontiguousarray(p.astype(BF16)[32 * h : 32 * h + 32].T), 64) for h in range(2)]
+                np.testing.assert_array_equal(p_s.array.reshape(-1), np.stack(expected).reshape(-1))
+            maxima.pass_on(number(turn + t))
+        for wg in range(2):
+            lanes.offer_sums(sums[wg], sums_s, number(wg))
+    total = np.exp2(scores.astype(np.float64) - high).sum((0, 1, 2))
+    np.testing.assert_allclose(sums_s.array.sum(0), total, rtol=1e-5)
+
+
+def per_head(array, heads):
+    found = np.empty(heads, np.float32)
+    lane = np.arange(128)
+    for i, register in enumerate(array.registers.reshape(-1)):
+        for e in range(2):
+            found[8 * i + 2 * (lane % 4) + e] = register.elements[e].data
+            assert (found[8 * i + 2 * (lane % 4) + e] == register.elements[e].data).all()
+    return found
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float32])
+@pytest.mark.parametrize("heads", [8, 64])
+def test_output_of_every_head(heads, dtype):
+    rng = np.random.default_rng(8)
+    values = rng.standard_normal((2, 2, 128, heads)).astype(np.float32)
+    with emulator.emulated(rows, lanes):
+        out = Memory(np.zeros((3 * heads, 512), dtype))
+        for wg in range(2):
+            accs = [wgmma_registers(rows.value_order(x)) for x in values[wg]]
+            lanes.store_output(out, accs, emulator.value(heads), emulator.value(wg))
+    expected = values.reshape(512, heads).T.astype(dtype)
+    np.testing.assert_array_equal(out.array[heads : 2 * heads], expected)
+    assert not out.array[:heads].any() and not out.array[2 * heads :].any()
