@@ -114,6 +114,27 @@ def test_ragged(heads, rows, keys, columns, scaled, packed_keys, rounding):
     agree(found, indexer_logits(q, k, weights, implementation="reference", **arguments))
 
 
+@pytest.mark.parametrize("implementation", ["reference", slow("interpret_sm90")])
+def test_compressed_rows_and_bf16_scores(implementation):
+    rng = np.random.default_rng(2)
+    q, weights = queries(rng, 5, 32)
+    k, scale = packed(rng, 150)
+    start, end = np.array([0, 40, 140, -3, 9], np.int32), np.array([150, 99, 140, 70, 200], np.int32)
+    arguments = dict(row_start=jnp.asarray(start), row_end=jnp.asarray(end), k_scale=scale)
+    dense = np.asarray(indexer_logits(q, k, weights, implementation=implementation, **arguments))
+    wanted = np.full((5, 100), -np.inf, np.float32)
+    for row in range(5):
+        for column in range(100):
+            key = start[row] + column
+            if 0 <= key < min(end[row], 150):
+                wanted[row, column] = dense[row, key]
+    found = indexer_logits(q, k, weights, compressed=100, implementation=implementation, **arguments)
+    np.testing.assert_array_equal(found, wanted)
+    half = indexer_logits(q, k, weights, dtype=jnp.bfloat16, implementation=implementation, **arguments)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half, jnp.asarray(dense).astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ragged_work_is_shared_out_once_and_evenly(seed):
     rng = np.random.default_rng(seed)

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, Shaped, UInt8
+from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.records import IndexMXFP4, PagedRows
@@ -21,8 +21,10 @@ def indexer_logits(
     k_scale: Shaped[Array, "S *groups"] | None = None,
     q_scale: UInt8[Array, "T H G"] | None = None,
     rounding: Any = None,
+    compressed: int | None = None,
+    dtype: Any = jnp.float32,
     implementation: str | None = None,
-) -> Float32[Array, "T S"]:
+) -> Float[Array, "T columns"]:
     """Packed keys: k_scale[s] * sum_h weights[t, h] * relu(q[t, h] . k[s]); -inf outside [row_start, row_end).
 
     q and k: float32, bf16 or FP8 values [..., D] (a query's FP8 scale belongs into its weights), with k_scale float32
@@ -30,13 +32,18 @@ def indexer_logits(
     queries may be MXFP4 as well, q uint8 [T, H, D / 2] and q_scale uint8 [T, H, D / 32]. relu comes before the
     weights, which may be negative. Products and sums in float32. ``rounding=jnp.bfloat16`` rounds as the released
     models do: the dot product, its product with the weight, and the sum over the heads (summed in float32); the
-    weights and inputs are expected in that precision already. Source: DeepSeek-V3.2 paper, equation 1; DeepGEMM's
-    mqa_logits for the ranges.
+    weights and inputs are expected in that precision already. Returns [T, S], column s for key s; or, with
+    ``compressed=W``, [T, W], column c of row t for key row_start[t] + c, and keys beyond the W-th left out. dtype of
+    the scores: float32 or bfloat16. Source: DeepSeek-V3.2 paper, equation 1; DeepGEMM's mqa_logits for the ranges.
     """
+    if compressed is not None:
+        checks.positive("compressed", compressed)
+    if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+        raise ValueError(f"dtype={jnp.dtype(dtype)}; scores are float32 or bfloat16.")
     check_packed(q, k, weights, row_start, row_end, k_scale, q_scale, rounding, {})
     return dispatch.call(
-        __name__, "indexer_logits", implementation, q, k, weights, row_start=row_start, row_end=row_end,
-        k_scale=k_scale, q_scale=q_scale, rounding=rounding,
+        __name__, "indexer_logits", implementation, q, k, weights, compressed, dtype, row_start=row_start,
+        row_end=row_end, k_scale=k_scale, q_scale=q_scale, rounding=rounding,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def sample(count, of):
     return np.unique(np.linspace(0, of - 1, count).astype(np.int32))
 
 
-def _ragged(heads, rows, keys, compiled=False, mxfp4=False):
+def _ragged(heads, rows, keys, compiled=False, mxfp4=False, dtype=jnp.float32):
     def make(key):
         a, b, c = jax.random.split(key, 3)
         start = jnp.zeros(rows, jnp.int32)
@@ -104,7 +104,7 @@ def _ragged(heads, rows, keys, compiled=False, mxfp4=False):
         return q, k, weights, start, end, scale
 
     def call(function, q, k, weights, start, end, scale):
-        return function(q, k, weights, row_start=start, row_end=end, k_scale=scale)
+        return function(q, k, weights, row_start=start, row_end=end, k_scale=scale, dtype=dtype)
 
     def check(found, q, k, weights, start, end, scale):
         at = sample(12, rows)
@@ -115,9 +115,10 @@ def _ragged(heads, rows, keys, compiled=False, mxfp4=False):
     pairs = sum(keys - rows + 1 + i for i in range(rows))
     q_bytes, row_bytes = (2 * WIDTH, 68) if mxfp4 else (WIDTH, WIDTH + 4)
     return Case(
-        section=_RAGGED_MXFP4 if mxfp4 else _RAGGED, shape=f"h{heads} sq{rows} skv{keys} causal float32",
+        section=_RAGGED_MXFP4 if mxfp4 else _RAGGED, shape=f"h{heads} sq{rows} skv{keys} causal {jnp.dtype(dtype)}",
         operation="indexer_logits", function="indexer_logits", make=make, call=call, check=check,
-        flops=2.0 * pairs * heads * WIDTH, bytes=rows * heads * (q_bytes + 4) + keys * row_bytes + 4.0 * pairs,
+        flops=2.0 * pairs * heads * WIDTH,
+        bytes=rows * heads * (q_bytes + 4) + keys * row_bytes + float(jnp.dtype(dtype).itemsize * pairs),
         peak="bf16" if mxfp4 else "fp8", compiled=compiled,
     )  # fmt: skip
 
@@ -194,6 +195,7 @@ CASES = (
     *[_ragged(heads, 2048, 32768, compiled=True, mxfp4=True) for heads in (64, 32)],
     _ragged(32, 4096, 131072, mxfp4=True),
     _ragged(8, 2048, 32768, mxfp4=True),
+    _ragged(32, 4096, 16384, compiled=True, dtype=jnp.bfloat16),
     _ragged(16, 2048, 32768),
     _ragged(8, 2048, 32768, compiled=True),
     *[

@@ -82,12 +82,14 @@ def load_bounds(start_ref, end_ref, first, limit, *, queries: int):
 
 
 def store_scores(
-    out_ref, dots, weights, scale, bounds, first, limit, column, *, queries: int, heads: int, rounding: bool
-):
+    out_ref, dots, weights, scale, bounds, first, limit, column, *, queries: int, heads: int, rounding: bool,
+    compressed: bool = False,
+):  # fmt: skip
     """Stores scale * sum_h weights * relu(dots) of one tile of 64 keys for `queries` query rows; -inf out of range.
 
-    out_ref: float32 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights: [queries *
-    heads], scale: [64] or None, both float32. bounds: of `load_bounds`. first: query row of the first query, column:
+    compressed: columns count from the start of the row's own range, and what is out of range is left out.
+    out_ref: float32 or bf16 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights:
+    [queries * heads], scale: [64] or None, both float32. bounds: of `load_bounds`. first: query row of the first query, column:
     column of the first key; rows from `limit` on and columns outside `out_ref` are left out. `rounding` rounds the dot
     products, their products with the weights and the sums to bf16.
     """
@@ -103,11 +105,23 @@ def store_scores(
             score = _bf16(score) if rounding else score
             score = score * scale[0] if scaled else score
             place = j if queries >= 4 else j % queries
-            visible = (position >= bounds[2 * place]) & (position < bounds[2 * place + 1])
+            start, end = bounds[2 * place], bounds[2 * place + 1]
+            visible = (position >= start) & (position < end)
+
+            def one(key, _):
+                at = column + key - start
+
+                @pl.when(visible[key] & (at < columns) & (first + j < limit))
+                def _():
+                    out_ref[first + j, at] = score[key].astype(out_ref.dtype)
+
+            if compressed:
+                jax.lax.fori_loop(0, KEYS, one, None)
+                continue
 
             @pl.when(first + j < limit)
             def _():
-                out_ref[first + j, pl.ds(column, KEYS)] = jnp.where(visible, score, -jnp.inf)
+                out_ref[first + j, pl.ds(column, KEYS)] = jnp.where(visible, score, -jnp.inf).astype(out_ref.dtype)
 
     @mosaic.lane_code(
         arg_types=(plgpu.RefType(), WGMMA, PER_COLUMN, PER_COLUMN, SCALAR, SCALAR, SCALAR, *[PER_KEY] * scaled),
@@ -181,17 +195,21 @@ def store_scores(
                 arith.cmpi(arith.CmpIPredicate.sge, position, start), arith.cmpi(arith.CmpIPredicate.slt, position, end)
             )
             score = arith.select(visible, score, _f32(float("-inf")))
+            at = arith.subi(position, start) if compressed else position
             inside = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.slt, position, _i32(columns)),
+                arith.cmpi(arith.CmpIPredicate.slt, at, _i32(columns)),
                 arith.cmpi(arith.CmpIPredicate.slt, row, limit),
             )
+            if compressed:
+                inside = arith.andi(inside, visible)
             if queries == 1:
                 inside = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.slt, quad, _i32(2)))
             offset = arith.addi(
                 arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns))),
-                arith.extsi(i64, position),
+                arith.extsi(i64, at),
             )
-            _store_if(inside, utils.getelementptr(base, [offset], f32), score)
+            score, kind = _as(score, out_ref)
+            _store_if(inside, utils.getelementptr(base, [offset], kind), score)
 
     store(out_ref, dots, weights, bounds, first, limit, column, *([scale] if scaled else []))
 
@@ -297,20 +315,20 @@ def fill(out_ref, row, begin, end):
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), twin=twin)
     def store(_, out_ref, row, begin, end):
-        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        i64 = ir.IntegerType.get_signless(64)
         row, begin, end = mosaic.scalar(row), mosaic.scalar(begin), mosaic.scalar(end)
         inside = arith.cmpi(arith.CmpIPredicate.slt, row, _i32(rows))
         end = arith.select(inside, arith.minsi(end, _i32(columns)), _i32(0))
-        nothing = _f32(float("-inf"))
+        nothing, kind = _as(_f32(float("-inf")), out_ref)
         start = arith.addi(begin, arith.remui(utils.thread_idx(), _i32(128)))
         offset = arith.muli(arith.extsi(i64, row), arith.constant(i64, ir.IntegerAttr.get(i64, columns)))
-        base = utils.getelementptr(mosaic.global_pointer(out_ref), [offset], f32)
+        base = utils.getelementptr(mosaic.global_pointer(out_ref), [offset], kind)
 
         @utils.fori(arith.maxsi(arith.ceildivsi(arith.subi(end, begin), _i32(128)), _i32(0)), ())
         def _(i, _carry):
             column = arith.addi(start, arith.muli(i, _i32(128)))
             inside = arith.cmpi(arith.CmpIPredicate.slt, column, end)
-            _store_if(inside, utils.getelementptr(base, [column], f32), nothing)
+            _store_if(inside, utils.getelementptr(base, [column], kind), nothing)
             return ()
 
     store(out_ref, row, begin, end)
@@ -341,13 +359,22 @@ def _round(x):
     return arith.extf(ir.F32Type.get(), arith.truncf(ir.BF16Type.get(), x))
 
 
+def _as(x, ref):
+    """A float32 as what memory `ref` holds (float32, or bf16 as 16 bits), and its type."""
+    if isinstance(ir.MemRefType(ref.type).element_type, ir.F32Type):
+        return x, ir.F32Type.get()
+    i16 = ir.IntegerType.get_signless(16)
+    return arith.bitcast(i16, arith.truncf(ir.BF16Type.get(), x)), i16
+
+
 def _store_if(condition, pointer, value):
-    """A store under a predicate: no branch, so lanes stay together."""
+    """A store of a float32 or of 16 bits under a predicate: no branch, so lanes stay together."""
     i32 = ir.IntegerType.get_signless(32)
+    kind, register = ("f32", "f") if isinstance(value.type, ir.F32Type) else ("b16", "h")
     llvm.inline_asm(
         ir.Type.parse("!llvm.void"),
         [pointer, value, arith.extui(i32, condition)],
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.f32 [$0], $1; }",
-        "l,f,r",
+        f"{{ .reg .pred p; setp.ne.s32 p, $2, 0; @p st.global.{kind} [$0], $1; }}",
+        f"l,{register},r",
         has_side_effects=True,
     )

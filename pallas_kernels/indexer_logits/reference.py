@@ -34,13 +34,15 @@ def unpacked(x, scale):
     return quantize.dequantize_fp4(x, scale) if x.dtype == jnp.uint8 else x
 
 
-@functools.partial(jax.jit, static_argnames="rounding")
-def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None):
+@functools.partial(jax.jit, static_argnames=("compressed", "dtype", "rounding"))
+def indexer_logits(
+    q, k, weights, compressed=None, dtype=jnp.float32, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None
+):
     q = unpacked(q, q_scale)
     total, columns = k.shape[0], min(k.shape[0], COLUMNS)
     rows, heads, _ = q.shape
-    out = jnp.full((rows, total), -jnp.inf, jnp.float32)
-    if out.size == 0:
+    out = jnp.full((rows, total if compressed is None else compressed), -jnp.inf, dtype)
+    if 0 in (out.size, total):
         return out
 
     def column_block(start):
@@ -57,9 +59,22 @@ def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, q_scale=N
             visible = (column >= first[:, None]) & (column < last[:, None])
             return jnp.where(visible, scores, -jnp.inf)
 
-        return blocks.map_rows(row_block, rows_at_once(heads, columns), (q, weights, row_start, row_end))
+        scores = blocks.map_rows(row_block, rows_at_once(heads, columns), (q, weights, row_start, row_end))
+        return blocks.cast(scores, dtype)
 
-    return blocks.map_columns(column_block, columns, total, out, stop=jnp.max(row_end))
+    if compressed is None:
+        return blocks.map_columns(column_block, columns, total, out, stop=jnp.max(row_end))
+
+    def move(i, out):
+        """Scores of one block of keys to the columns that count from every row's start."""
+        start = jnp.minimum(i * columns, total - columns)
+        key = start + jnp.arange(columns)
+        at = key - row_start[:, None]
+        visible = (at >= 0) & (key < row_end[:, None])
+        row = jnp.arange(rows)[:, None]
+        return out.at[row, jnp.where(visible, at, compressed)].set(column_block(start), mode="drop")
+
+    return lax.fori_loop(0, -(-total // columns), move, out)
 
 
 @functools.partial(jax.jit, static_argnames="rounding")

@@ -148,11 +148,12 @@ def load_tiles(load, begin, stop, loaded, scratch: Scratch, config, after=lambda
 
 def consume(
     segments: Segments, scratch: Scratch, config, wg, kind, out_ref, start_ref, end_ref, *, queries, heads, rounding,
-    copied=False, after=lambda segment: None,
+    copied=False, compressed=False, after=lambda segment: None,
 ):  # fmt: skip
     """A math warpgroup: scores its tiles of every segment and stores them; then `after(segment)`.
 
-    start_ref (None: 0) and end_ref: visible ranges of the query rows. copied: tiles come by cp.async.
+    start_ref (None: 0) and end_ref: visible ranges of the query rows. copied: tiles come by cp.async. compressed: as of
+    `lanes.store_scores`.
     """
     plgpu.set_max_registers(config.registers[1], action="increase")
 
@@ -167,7 +168,7 @@ def consume(
         def store(dots, scale, tile):
             lanes.store_scores(
                 out_ref, dots, weights, scale, bounds, first, limit, tile * lanes.KEYS,
-                queries=queries, heads=heads, rounding=rounding,
+                queries=queries, heads=heads, rounding=rounding, compressed=compressed,
             )  # fmt: skip
 
         _score_tiles(store, scratch, scratch.q.at[at], kind, wg, low, high, scored, copied, config)

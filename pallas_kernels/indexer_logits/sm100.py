@@ -22,7 +22,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic
+from pallas_kernels import blocks, mosaic
 from pallas_kernels.indexer_logits import keys as index_keys
 from pallas_kernels.indexer_logits import lanes
 from pallas_kernels.indexer_logits.keys import FP8, WIDTH
@@ -167,16 +167,21 @@ def _both(*shape):
     )
 
 
-def indexer_logits(q, k, weights, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None):
+def indexer_logits(
+    q, k, weights, compressed=None, dtype=jnp.float32, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None
+):
     """See `pallas_kernels.indexer_logits.indexer_logits`. Width 128; float32 accumulation; FP8 queries with FP8 keys,
     bf16 or packed queries with packed keys."""
+    if compressed is not None:
+        raise NotImplementedError("the sm100 kernel writes a column for every key; it has no compressed rows.")
     if 0 in (q.shape[0], k.shape[0]):
-        return jnp.full((q.shape[0], k.shape[0]), -jnp.inf, jnp.float32)
+        return jnp.full((q.shape[0], k.shape[0]), -jnp.inf, dtype)
     keys, views = index_keys.packed_keys(k, k_scale)
     if not keys.scaled:
         views = (*views, jnp.ones(k.shape[0], jnp.float32))
     q, q_scale, kind = queries_of_kind(q, q_scale, keys)
-    return _ragged(q, q_scale, views, weights, row_start, row_end, kind, rounding is not None)
+    scores = _ragged(q, q_scale, views, weights, row_start, row_end, kind, rounding is not None)
+    return blocks.cast(scores, dtype)
 
 
 def paged_indexer_logits(

@@ -48,19 +48,22 @@ class Schedule:
 
 
 def indexer_logits(
-    q, k, weights, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None, config=None
-):
+    q, k, weights, compressed=None, dtype=jnp.float32, *, row_start, row_end, k_scale=None, q_scale=None, rounding=None,
+    config=None,
+):  # fmt: skip
     """See `pallas_kernels.indexer_logits.indexer_logits`. Width 128; float32 accumulation; FP8 queries with FP8 keys,
     bf16 or packed queries with packed keys."""
     q = index_keys.unpacked_queries(q, q_scale)
     rows, heads, width = q.shape
     kind, views = index_keys.packed_keys(k, k_scale)
     index_keys.require_queries(heads, width, q.dtype, kind.query_dtype)
-    if 0 in (rows, k.shape[0]):
-        return jnp.full((rows, k.shape[0]), -jnp.inf, jnp.float32)
+    total = k.shape[0] if compressed is None else compressed
+    if 0 in (rows, k.shape[0], total):
+        return jnp.full((rows, total), -jnp.inf, dtype)
     if config is None:
         config = RAGGED_MXFP4 if kind.in_registers else RAGGED
-    return _ragged(q, views, weights, row_start, row_end, kind, rounding is not None, config)
+    form = (compressed, jnp.dtype(dtype))
+    return _ragged(q, views, weights, row_start, row_end, kind, rounding is not None, form, config)
 
 
 def paged_indexer_logits(
@@ -153,9 +156,10 @@ def _splits(blocks: int, tiles: int) -> int:
     return min(options, key=lambda s: (round(idle(s), 2), s))
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7))
-def _ragged(q, views, weights, row_start, row_end, kind, rounding, config):
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))
+def _ragged(q, views, weights, row_start, row_end, kind, rounding, form, config):
     rows, heads, _ = q.shape
+    compressed, dtype = form
     total = views[0].shape[0]
     queries = queries_per_block(rows, heads, config.columns)
     columns = queries * heads
@@ -165,7 +169,8 @@ def _ragged(q, views, weights, row_start, row_end, kind, rounding, config):
     items = splits * blocks
     threads = min(mosaic.CORES, items)
     # The interpreter knows no predicated stores: its tiles must lie within the output.
-    stored = (rows, tiles * lanes.KEYS) if mosaic.is_interpreted() else (rows, total)
+    stored = tiles * lanes.KEYS if mosaic.is_interpreted() else total
+    stored = stored if compressed is None else compressed
 
     def body(q_ref, w_ref, start_ref, end_ref, *refs):
         view_refs, (out_ref, *scratch) = refs[: len(views)], refs[len(views) :]
@@ -214,13 +219,21 @@ def _ragged(q, views, weights, row_start, row_end, kind, rounding, config):
             split, low, high = segment.extra
             share, shares = split * config.math + wg, splits * config.math
             for j in range(queries):
-                _fill_share(out_ref, segment.first + j, 0, low * lanes.KEYS, share, shares)
-                _fill_share(out_ref, segment.first + j, high * lanes.KEYS, total, share, shares)
+                row = segment.first + j
+                if compressed is not None:
+                    at = jnp.minimum(row, rows - 1)
+                    start, end = start_ref[at], jnp.minimum(end_ref[at], total)
+                    left = jnp.clip(-start, 0, compressed)
+                    _fill_share(out_ref, row, 0, left, share, shares)
+                    _fill_share(out_ref, row, jnp.maximum(end - start, left), compressed, share, shares)
+                    continue
+                _fill_share(out_ref, row, 0, low * lanes.KEYS, share, shares)
+                _fill_share(out_ref, row, high * lanes.KEYS, total, share, shares)
 
         def math():
             ring.consume(
                 segments, scratch, config, wg, kind, out_ref, start_ref, end_ref, queries=queries, heads=heads,
-                rounding=rounding, after=fill_rest,
+                rounding=rounding, compressed=compressed is not None, after=fill_rest,
             )  # fmt: skip
 
         lax.cond(
@@ -229,7 +242,7 @@ def _ragged(q, views, weights, row_start, row_end, kind, rounding, config):
 
     scores = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(stored, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((rows, stored), dtype),
         grid=(threads,),
         grid_names=("thread",),
         num_threads=config.math + 1,
@@ -240,7 +253,7 @@ def _ragged(q, views, weights, row_start, row_end, kind, rounding, config):
         kind.queries(q).reshape(rows * heads, index_keys.WIDTH), weights.astype(jnp.float32).reshape(rows * heads),
         row_start, row_end, *views,
     )  # fmt: skip
-    return scores[:rows, :total]
+    return scores[:, :total] if compressed is None else scores
 
 
 @functools.partial(jax.jit, static_argnums=(6, 7, 8, 9))
@@ -339,3 +352,10 @@ def fill_unseen(out_ref, length_ref, rows, queries, share, shares):
 
     count = out_ref.shape[0] * pieces
     lax.fori_loop(0, (count - share + shares - 1) // shares, step, None)
+
+
+def unproven(function, args):
+    """Why this kernel is not chosen by itself for a call that it carries, or None."""
+    if function == "indexer_logits" and (args[3] is not None or jnp.dtype(args[4]) != jnp.float32):
+        return "the sm90 kernel was never run on a GPU with compressed rows or bf16 scores; name it to run it."
+    return None
