@@ -330,10 +330,9 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
     caches = [cache.layers[role.index] for role in roles]
 
     @jax.jit
-    def run(xs, caches, start):
-        rows = xs[0].shape[1]
-        count, window = jnp.full((2,), rows, jnp.int32), (config.sliding_window, config.sliding_window)
-        step = Step.of(jnp.full((2,), start), count, cache.block_table, rows, window)
+    def compiled(xs, caches, start, count):
+        window = (config.sliding_window, config.sliding_window)
+        step = Step.of(jnp.full((2,), start), jnp.full((2,), count), cache.block_table, PREFILL + STEPS, window)
         outs, after, taps = [], [], Tap()
         for role, (graphdef, state), x, own in zip(roles, layers, xs, caches, strict=True):
             out, own = nnx.merge(graphdef, state)(x, step, own, numerics, taps.within(f"{role.index}."))
@@ -341,17 +340,24 @@ def test_attention_layers_in_prefill_and_decode(config, mode):
             after.append(own)
         return outs, after, taps.values
 
+    def run(caches, first, last):
+        """The rows first .. last-1, in one compiled step for any number of them."""
+        xs = [golden[f"layer{role.index}.x"][:, first:last] for role in roles]
+        xs = [np.pad(x, ((0, 0), (0, PREFILL + STEPS - (last - first)), (0, 0))) for x in xs]
+        xs = [numerics.round(jnp.asarray(x)) for x in xs]
+        outs, after, taps = compiled(xs, caches, jnp.int32(first), jnp.int32(last - first))
+        cut = jax.tree.map(lambda rows: np.asarray(rows)[:, : last - first], (outs, taps))
+        return cut[0], after, cut[1]
+
     for name, first, last in [("prefill", 0, PREFILL)] + [(f"step{t}", t, t + 1) for t in range(PREFILL, PREFILL + STEPS)]:
-        xs = [numerics.round(jnp.asarray(golden[f"layer{role.index}.x"][:, first:last])) for role in roles]
-        outs, caches, taps = run(xs, caches, jnp.int32(first))
+        outs, caches, taps = run(caches, first, last)
         for role, out, own in zip(roles, outs, caches, strict=True):
             compare_layer(config, role, golden, name, last, np.asarray(out, np.float32), taps, mode)
             if name == "prefill":
                 compare_caches(cache, role, own, golden, "prefill", PREFILL, mode)
     for role, own in zip(roles, caches, strict=True):
         compare_caches(cache, role, own, golden, "end", PREFILL + STEPS, mode)
-    xs = [numerics.round(jnp.asarray(golden[f"layer{role.index}.x"])) for role in roles]
-    outs, _, taps = run(xs, [cache.layers[role.index] for role in roles], jnp.int32(0))
+    outs, _, taps = run([cache.layers[role.index] for role in roles], 0, PREFILL + STEPS)
     for role, out in zip(roles, outs, strict=True):
         sure = sure_rows(config, role, taps, PREFILL + STEPS)
         wanted = golden[f"layer{role.index}.prefill{PREFILL + STEPS}_out"]
