@@ -265,28 +265,28 @@ def test_models_decode_rows_once_where_many_list_them(monkeypatch):
 # ---------------------------------------------------------------- Blackwell, interpreted
 
 INTERPRETED = [
-    # heads, width, columns of the lists, lengths, prefix
-    (16, 512, (128, 40), False, 128),
-    slow(64, 576, (192,), True, 64 * 2),
-    slow(8, 512, (70,), True, 70),
-    slow(128, 512, (64, 64), False, 128),
+    # rows, heads, width, columns of the lists, lengths, prefix
+    (1, 16, 512, (128, 40), False, 128),
+    slow(2, 64, 576, (192,), True, 128),
+    slow(2, 8, 512, (70,), True, 70),
+    slow(2, 128, 512, (64, 64), False, 128),
 ]
 
 
-@pytest.mark.parametrize("heads, width, columns, with_lengths, prefix", INTERPRETED)
-def test_blackwell_kernel(heads, width, columns, with_lengths, prefix):
+@pytest.mark.parametrize("tokens, heads, width, columns, with_lengths, prefix", INTERPRETED)
+def test_blackwell_kernel(tokens, heads, width, columns, with_lengths, prefix):
     rng = np.random.default_rng(heads)
-    q = normal(rng, 2, heads, width).astype(BF16)
+    q = normal(rng, tokens, heads, width).astype(BF16)
     kvs = tuple(normal(rng, 150 - 60 * i, width).astype(BF16) for i in range(len(columns)))
     lists = []
     for kv, count in zip(kvs, columns):
-        indices = rng.integers(0, len(kv), (2, count))
+        indices = rng.integers(0, len(kv), (tokens, count))
         indices[0, : count // 2] = -1  # a block of nothing comes first
-        indices[1, ::5] = rng.choice([-1, -(2**31), 2**31 - 1, len(kv)], indices[1, ::5].shape)
+        indices[-1, -count // 2 :: 5] = rng.choice([-1, -(2**31), 2**31 - 1, len(kv)], len(range(0, (count + 1) // 2, 5)))
         lists.append(jnp.asarray(indices, jnp.int32))
     kvs = (kvs[0].at[0].set(jnp.nan), *kvs[1:])  # what an index that is none might be taken for
     lists[0] = jnp.where(lists[0] == 0, 1, lists[0])
-    lengths = (jnp.asarray([columns[0] // 2, 0], jnp.int32),) * len(columns) if with_lengths else None
+    lengths = (jnp.asarray([columns[0] // 2, 0][:tokens], jnp.int32),) * len(columns) if with_lengths else None
     sink = jnp.asarray(np.resize([-INF, 0, 20, INF, 0.5], heads), jnp.float32)
     run = functools.partial(
         sparse_attention, q, kvs, tuple(lists), topk_length=lengths, sink=sink, scale=width**-0.5, lse_prefix=prefix
