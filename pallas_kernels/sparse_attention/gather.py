@@ -77,31 +77,6 @@ class CopyBarriers:
 
         wait(self.ref, slot, phase)
 
-    def landed(self, slot, phase):
-        """Whether `wait` would return at once, int32: each warp looks for itself, and may see what others do not yet."""
-
-        def twin(ref, slot, phase):
-            return lax.rem(phase + slot, 2)  # whatever it says must be right: both answers are tried
-
-        @mosaic.lane_code(
-            arg_types=(plgpu.RefType(), _SCALAR, _SCALAR),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
-            twin=twin,
-        )
-        def landed(_, words, slot, phase):
-            i32 = ir.IntegerType.get_signless(32)
-            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
-            text = (
-                "{ .reg .pred p; mbarrier.test_wait.parity.shared::cta.b64 p, [$1], $2; vote.sync.all.pred p, p, -1; "
-                "selp.s32 $0, 1, 0, p; }"
-            )
-            found = _asm(text, "=r,r,r,~{memory}", [at, arith.andi(mosaic.scalar(phase), _i32(1))], i32)
-            return mgpu.FragmentedArray(
-                _registers=np.array(found, dtype=object), _layout=_SCALAR.to_mgpu(), _is_signed=True
-            )
-
-        return landed(self.ref, slot, phase)
-
 
 def look_up(list_refs, limits, which, base, count):
     """Where the rows of a tile lie, for `gather`: int32 [128], element `t` for thread `t`; -1 for none.
@@ -171,18 +146,20 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
     def twin(ring_ref, which, places, block, *refs):
         tail, bias = (next(each) if ref is not None else None for each in [iter(refs)] for ref in (tail_ref, bias_ref))
         refs = refs[len(optional) :]
-        for row in range(ROWS):
-            place = places[32 * (row // 16) + row % 16]
-            found = jnp.zeros((width,), jnp.bfloat16)
-            for i, ref in enumerate(refs):
-                found = jnp.where(which == i, ref[jnp.clip(place, 0, ref.shape[0] - 1)], found)
-            found = jnp.where(place >= 0, found, 0)
-            for b in columns:
-                ring_ref[lax.rem(block + b, blocks), row] = found[BLOCK * b : BLOCK * (b + 1)]
-            if tail is not None:
-                tail[row] = found[4 * BLOCK :]
+        places = places.reshape(4, 32)[:, :16].reshape(ROWS)
+
+        def read(ref):
+            last = ref.shape[0] - 1
+            return lambda: jnp.stack([ref[jnp.clip(places[row], 0, last)] for row in range(ROWS)])
+
+        found = lax.switch(which, [read(ref) for ref in refs])
+        found = jnp.where(places[:, None] >= 0, found, 0)
+        for b in columns:
+            ring_ref[lax.rem(block + b, blocks)] = found[:, BLOCK * b : BLOCK * (b + 1)]
+        if tail is not None:
+            tail[...] = found[:, 4 * BLOCK :]
         if bias is not None:
-            bias[...] = jnp.where(places.reshape(4, 32)[:, :16].reshape(ROWS) >= 0, 0.0, -jnp.inf)
+            bias[...] = jnp.where(places >= 0, 0.0, -jnp.inf)
 
     types = [plgpu.RefType(TILE)] * (tail_ref is not None) + [plgpu.RefType()] * (bias_ref is not None)
 

@@ -102,12 +102,6 @@ class Ring:
             self.full.wait(lax.rem(position, TILES) + TILES, position // TILES)
             mosaic.fence_proxies()
 
-    def landed(self, position):
-        """Whether all of a tile is there. Warps may find different answers, none of which is wrong."""
-        slot, phase = lax.rem(position, TILES), position // TILES
-        found = self.full.landed(slot, phase) == 1
-        return found & (self.full.landed(slot + TILES, phase) == 1) if self.late else found
-
     def wait_used(self, position):
         """Until a tile was used; nothing before the first tile."""
 

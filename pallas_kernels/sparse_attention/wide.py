@@ -4,7 +4,7 @@ A thread block takes 64 heads of a query row at a time. The scoring warpgroup ho
 leaves shared memory for three tiles of 64 gathered rows, keys and values in one; it keeps the running maximum, writes
 the probabilities behind the values of their tile (over the keys' last 64 columns where those are not values) and hands
 the shrinking of older sums to the two summing warpgroups, each of which has half of the values' columns. The tensor
-cores alternate: the sums of tile j wait until tile j + 1 is scored, if it is there, and hide its softmax. Queries come through the ring
+cores alternate: the sums of tile j wait until tile j + 1 is scored, and hide its softmax. Queries come through the ring
 of tiles like rows, so that one thread block's items follow each other without a gap.
 """
 
@@ -75,7 +75,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         # Keys' last columns, and when a tile is scored its probabilities; without such columns, probabilities alone.
         "tail": tile((TILES if tailed else 2, KEYS, KEYS)),
         "rest": tile((HEADS, width - _HELD * rows.BLOCK)),  # of the queries
-        "go": plgpu.Barrier(num_barriers=TILES),
+        "scored": plgpu.Barrier(num_barriers=TILES),
         "weighed": plgpu.Barrier(num_barriers=TILES),
         "final": plgpu.Barrier(),
         "started": plgpu.Barrier(num_arrivals=4),
@@ -148,15 +148,6 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
 
                 def step(j, state):
                     high, total, position = state
-                    # The tensor cores alternate between scores and sums, so that sums hide a softmax; but where there is
-                    # nothing to score yet, the tile before is summed at once, which makes room for the next.
-                    landed = ring.landed(position)
-                    go = at["go"].at[lax.rem(position - 1, TILES)]
-
-                    @pl.when((j > 0) & ~landed)
-                    def _():
-                        plgpu.barrier_arrive(go)
-
                     ring.wait_early(position)
 
                     def products(acc):
@@ -172,9 +163,9 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
 
                     s = pl.run_scoped(products, plgpu.ACC((HEADS, KEYS), jnp.float32))
 
-                    @pl.when((j > 0) & landed)
+                    @pl.when(j > 0)
                     def _():
-                        plgpu.barrier_arrive(go)
+                        plgpu.barrier_arrive(at["scored"].at[lax.rem(position, TILES)])
 
                     bias = plgpu.load(ring.bias(position), layout=_PER_KEY)
                     s = s + lax.broadcast_in_dim(bias, s.shape, [1])
@@ -221,7 +212,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
 
                     @pl.when(j < last)
                     def _():
-                        plgpu.barrier_wait(at["go"].at[lax.rem(position, TILES)])
+                        plgpu.barrier_wait(at["scored"].at[lax.rem(position + 1, TILES)])
 
                     def products(*accs):
                         for acc, n in zip(accs, own):
