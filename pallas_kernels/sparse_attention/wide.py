@@ -88,14 +88,13 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         *array_refs, out_ref, lse_ref = all_refs[: len(arrays) + 2]
         at = dict(zip(refs, all_refs[len(arrays) + 2 :]))
         ring, sink_ref = launch.ring(at, tailed, q_ref, array_refs)
-        wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
-
         def place(i):
             """Query row and first head of this thread block's item number i."""
-            item = thread + i * threads
+            item = lax.axis_index("thread") + i * threads
             return item // groups, jnp.minimum(lax.rem(item, groups) * HEADS, max(heads - HEADS, 0))
 
-        count = (items - thread + threads - 1) // threads
+        def count():
+            return (items - lax.axis_index("thread") + threads - 1) // threads
 
         def probabilities(position):
             return at["tail"].at[lax.rem(position, at["tail"].shape[0])]
@@ -111,7 +110,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                 token, head = place(i)
                 return token, token * heads + head
 
-            ring.gather(count, row, queries=used)
+            ring.gather(count(), row, queries=used)
 
         def score():
             plgpu.set_max_registers(config.score, action="increase")
@@ -191,12 +190,12 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                 lse_ref[pl.ds(token * padded + head, HEADS)] = lse
                 return position
 
-            lax.fori_loop(0, count, item, jnp.int32(0))
+            lax.fori_loop(0, count(), item, jnp.int32(0))
 
         def apply():
             plgpu.set_max_registers(config.apply, action="increase")
             # In two pieces, as one wgmma of 256 columns has more registers than a thread starts with.
-            own = [wg * (BLOCKS // 2) + n for n in range(BLOCKS // 2)]
+            own = [lax.axis_index("wg") * (BLOCKS // 2) + n for n in range(BLOCKS // 2)]
 
             def item(i, position):
                 token, head = place(i)
@@ -243,10 +242,10 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                 ring.release(final)
                 return position
 
-            lax.fori_loop(0, count, item, jnp.int32(0))
+            lax.fori_loop(0, count(), item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
-        start(gather, lambda: lax.cond(wg == 2, score, apply), ring, at["started"], warpgroup=3)
+        start(gather, lambda: lax.cond(lax.axis_index("wg") == 2, score, apply), ring, at["started"], warpgroup=3)
 
     out, lse = plgpu.kernel(
         body,
