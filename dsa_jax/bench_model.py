@@ -190,17 +190,63 @@ def run(
 
 
 def _measure(lm: LanguageModel, plain: LanguageModel | None, kind: str, batch: int, context: int, count: int) -> StepRow:
-    steps = STEPS if kind == "decode" else 1
-    step = _decode_step if kind == "decode" else _prefill_step
-    us, shared = _wall_us(lm, step, batch, context, count, steps)
-    parts = _parts_us(lm, step, batch, context, count, steps)
-    reference = None if plain is None else _wall_us(plain, step, batch, context, count, steps)[0]
+    timed = _TimedStep(lm, kind, batch, context, count)
+    us = timed.wall_us()
     return StepRow(
-        kind=kind, batch=batch, context=context, rows=count, us=us, tokens_per_second=1e6 * batch * count / us, parts=parts,
-        floors=floors_us(lm, batch, context, count), us_reference=reference, shared=shared,
-        layers=tuple(getattr(role, "mode", None) or role.ffn for role in lm.plan),
+        kind=kind, batch=batch, context=context, rows=count, us=us, tokens_per_second=1e6 * batch * count / us,
+        parts=timed.parts_us(), floors=floors_us(lm, batch, context, count),
+        us_reference=None if plain is None else _TimedStep(plain, kind, batch, context, count).wall_us(),
+        shared=timed.shared, layers=tuple(getattr(role, "mode", None) or role.ffn for role in lm.plan),
         device=jax.devices()[0].device_kind, jax=jax.__version__,
     )  # fmt: skip
+
+
+class _TimedStep:
+    """A compiled step of one model at one size; its cache is made anew for every run, because a run uses it up."""
+
+    def __init__(self, lm: LanguageModel, kind: str, batch: int, context: int, count: int):
+        self.lm, self.batch, self.count = lm, batch, count
+        self.make, self.steps = (_decode_step, STEPS) if kind == "decode" else (_prefill_step, 1)
+        self.held, self.room = context - count * self.steps, count * self.steps
+        function, arguments, static = self._prepared()
+        self._lowered = function.lower(*arguments, **static)
+
+    def _prepared(self) -> tuple[Any, tuple, dict]:
+        cache, self.shared = filled_cache(self.lm, self.batch, self.held, self.room)
+        return self.make(self.lm, cache, self.batch, self.count)
+
+    def wall_us(self) -> float:
+        """Median wall-clock time of a step."""
+        program, times = self._lowered.compile(), []
+        for _ in range(1 + RUNS):
+            _, arguments, _ = self._prepared()
+            jax.block_until_ready(arguments)
+            begun = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            times.append(1e6 * (time.perf_counter() - begun) / self.steps)
+        return float(np.median(times[1:]))
+
+    def parts_us(self) -> dict[str, float]:
+        """Device time of a step by part."""
+        options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+        program = self._lowered.compile(compiler_options=options)
+        part_of = _part_of_instructions(program.as_text())
+        jax.block_until_ready(program(*self._prepared()[1]))
+        _, arguments, _ = self._prepared()
+        jax.block_until_ready(arguments)
+        total = dict.fromkeys(PARTS, 0.0)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                jax.block_until_ready(program(*arguments))
+            (trace,) = Path(folder).glob("**/*.xplane.pb")
+            profile = jax.profiler.ProfileData.from_file(str(trace))
+            planes = list(profile.planes)
+            planes = [plane for plane in planes if plane.name.startswith("/device:")] or planes  # a CPU's is the host's
+            for event in (event for plane in planes for line in plane.lines for event in line.events):
+                name = dict(event.stats).get("hlo_op")
+                if name is not None and name in part_of and not _NESTED.match(name):
+                    total[part_of[name]] += event.duration_ns / 1e3 / self.steps
+        return total
 
 
 def _decode_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
@@ -214,47 +260,6 @@ def _prefill_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tupl
     tokens = jax.random.randint(jax.random.key(1), (batch, count), 0, lm.config.vocab_size, jnp.int32)
     logits = jnp.zeros((batch, lm.config.vocab_size), jnp.float32)
     return lm._prefill, (lm.leaves, cache, logits, tokens, jnp.full((batch,), count, jnp.int32), None), {}
-
-
-def _prepared(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int):
-    room = count * steps
-    cache, shared = filled_cache(lm, batch, context - room, room)
-    return *step(lm, cache, batch, count), shared
-
-
-def _wall_us(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int) -> tuple[float, int]:
-    """(median wall-clock time of a step, after one run to compile; how many requests share a page)."""
-    times = []
-    for _ in range(1 + RUNS):
-        function, arguments, static, shared = _prepared(lm, step, batch, context, count, steps)
-        jax.block_until_ready(arguments)
-        begun = time.perf_counter()
-        jax.block_until_ready(function(*arguments, **static))
-        times.append(1e6 * (time.perf_counter() - begun) / steps)
-    return float(np.median(times[1:])), shared
-
-
-def _parts_us(lm: LanguageModel, step: Callable, batch: int, context: int, count: int, steps: int) -> dict[str, float]:
-    """Device time of a step by part."""
-    function, arguments, static, _ = _prepared(lm, step, batch, context, count, steps)
-    options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
-    program = function.lower(*arguments, **static).compile(compiler_options=options)
-    part_of = _part_of_instructions(program.as_text())
-    jax.block_until_ready(program(*arguments))
-    _, arguments, _, _ = _prepared(lm, step, batch, context, count, steps)
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            jax.block_until_ready(program(*arguments))
-        (trace,) = Path(folder).glob("**/*.xplane.pb")
-        profile = jax.profiler.ProfileData.from_file(str(trace))
-        total = dict.fromkeys(PARTS, 0.0)
-        for plane in profile.planes:
-            for line in plane.lines:
-                for event in line.events:
-                    name = dict(event.stats).get("hlo_op")
-                    if name is not None and name in part_of and not _NESTED.match(name):
-                        total[part_of[name]] += event.duration_ns / 1e3 / steps
-    return total
 
 
 def _part_of_instructions(program: str) -> dict[str, str]:

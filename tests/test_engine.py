@@ -1,5 +1,7 @@
 """The engine: every request gets the tokens that it gets alone, whatever comes, goes and waits beside it."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +14,14 @@ from engines import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dsa_jax import ops
 from dsa_jax.cache.requests import arrays_of, copy_pages, take_requests
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.engine import Engine
+from dsa_jax.engine.demands import chunk_of_budget
+from dsa_jax.memory import index_score_bytes, prefill_row_bytes
 from dsa_jax.sampling import Sampling
+from dsa_jax.step import Step
 
 PROGRAMS = 400  # examples of the long run
 
@@ -381,3 +387,58 @@ def test_ac_22_a_page_is_moved_whole_in_every_pool():
         assert len(after) >= 2
         for old, new in zip(before, after, strict=True):
             assert np.array_equal(new[0], old[3]) and np.array_equal(new[1:], old[1:])
+
+
+# ---------------------------------------------------------------- memory and shared work
+
+
+def test_ac_72_scores_of_a_prefill_are_counted_before_they_are_made():
+    """8,192 rows over 131,072 positions would be 4 GiB; the chunk follows from the budget, and shrinks as contexts grow."""
+    config = small_model("v32").config
+    assert index_score_bytes(config, 8192, 131072) == 4 * 2**30
+    chunks = [chunk_of_budget(config, context, 2**30) for context in (1024, 131072, 1048576)]
+    assert chunks == sorted(chunks, reverse=True) and chunks[-1] < chunks[0]
+    for context, chunk in zip((131072, 1048576), chunks[1:], strict=True):
+        assert chunk * prefill_row_bytes(config, context) <= 2**30 < 2 * chunk * prefill_row_bytes(config, context)
+        assert prefill_row_bytes(config, context) > 3 * index_score_bytes(config, 1, context)
+
+
+@pytest.mark.slow
+def test_ac_72_budgets_of_one_two_and_five_chunks_give_the_same():
+    answers = []
+    row = prefill_row_bytes(small_model().config, CONTEXT)
+    for rows, chunks in ((32, 1), (16, 2), (4, 5)):
+        engine = Engine(small_model(), 1, CONTEXT, PAGE, prefill_bytes=rows * row, steps=STEPS)
+        assert engine.sizes.prefill_shapes == ((1, rows),) and -(-20 // rows) == chunks
+        engine.add(prompt(20), 8, stop_ids=NO_STOP)
+        for _ in range(chunks):
+            assert not engine.stats.decode_tokens
+            engine.step()
+        assert engine.stats.decode_tokens == STEPS
+        tokens = engine.tokens(0)
+        answers.append(tokens + run(engine)[0])
+    assert answers[0] == answers[1] == answers[2] == prompt(20) + answer_alone("v41", prompt(20), 8)
+
+
+def test_what_the_layers_of_a_step_share_is_computed_once(monkeypatch):
+    """One list of window slots, one expansion of candidates, one translation of a source's list into slots."""
+    lm, calls = small_model(), collections.Counter()
+
+    def counted(owner, name):
+        function = getattr(owner, name)
+
+        def wrapper(*arguments, **options):
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    counted(Step, "window")
+    counted(Step, "with_ring")
+    counted(ops, "expand_candidates")
+    counted(ops, "positions_to_slots")
+    cache = lm.new_cache(2, 32)
+    tokens, count = jnp.zeros((2, 4), jnp.int32), jnp.full((2,), 4, jnp.int32)
+    jax.eval_shape(lambda leaves: lm.model(leaves)(cache, tokens, count, lm.numerics)[0], lm.leaves)
+    sources, lists = 2, 3  # layers that write compressed rows, layers that select
+    assert calls == {"window": 1, "with_ring": 1, "expand_candidates": 1, "positions_to_slots": sources + lists}
