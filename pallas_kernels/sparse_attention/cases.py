@@ -1,4 +1,4 @@
-"""Named shapes of prefill attention over listed rows: V3.2 (576 with 512 values) and V4 / V4.1 (512), whole and sharded."""
+"""Named shapes of prefill attention over listed rows: V3.2 (576 with 512 values) and V4 / V4.1 (512), also sharded."""
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,9 @@ def _case(heads, width, selected, rows, window=0, queries=4096, compiled=False):
 
     def call(function, q, kvs, lists, sink):
         return function(
-            q, kvs, lists, topk_length=(None,) * len(lists), sink=sink, scale=scale, v_width=VALUES, p_dtype=jnp.bfloat16
-        )
+            q, kvs, lists, topk_length=(None,) * len(lists), sink=sink, scale=scale, v_width=VALUES,
+            p_dtype=jnp.bfloat16,
+        )  # fmt: skip
 
     def check(found, q, kvs, lists, sink):
         at = jnp.linspace(0, queries - 1, _SAMPLE).astype(jnp.int32)

@@ -1,7 +1,7 @@
 """The part of the Hopper sparse attention kernels that is written lane by lane: gathering listed rows into tiles.
 
-A warpgroup copies 64 rows to shared memory with cp.async, eight threads a row and 16 bytes a thread. Thread `t` looks up
-row ``16 * (t // 32) + t % 16`` of a tile, one tile ahead, and the threads of a warp hand each other what they found.
+A warpgroup copies 64 rows to shared memory with cp.async, eight threads a row and 16 bytes a thread. Thread `t` looks
+up row ``16 * (t // 32) + t % 16`` of a tile, one tile ahead, and the threads of a warp hand each other what they found.
 Whoever waits for a tile waits on a barrier on which the copies themselves arrive, so that the copying threads go on to
 the next tile at once. Every piece has a twin in plain Pallas for the interpreter.
 """
@@ -81,8 +81,8 @@ class CopyBarriers:
 def look_up(list_refs, limits, which, base, count):
     """Where the rows of a tile lie, for `gather`: int32 [128], element `t` for thread `t`; -1 for none.
 
-    which: 0 for the rows ``base + r`` themselves, else ``list_refs[which - 1][base + r]`` (flat lists in device memory),
-    where a value below 0 or at least ``limits[which - 1]`` is none. Rows from `count` on are none.
+    which: 0 for the rows ``base + r`` themselves, else ``list_refs[which - 1][base + r]`` (flat lists in device
+    memory), where a value below 0 or at least ``limits[which - 1]`` is none. Rows from `count` on are none.
     """
     lists = len(list_refs)
 
@@ -144,8 +144,9 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
     optional = [ref for ref in (tail_ref, bias_ref) if ref is not None]
 
     def twin(ring_ref, which, places, block, *refs):
-        tail, bias = (next(each) if ref is not None else None for each in [iter(refs)] for ref in (tail_ref, bias_ref))
-        refs = refs[len(optional) :]
+        given, refs = list(refs[: len(optional)]), refs[len(optional) :]
+        bias = given.pop() if bias_ref is not None else None
+        tail = given.pop() if tail_ref is not None else None
         places = places.reshape(4, 32)[:, :16].reshape(ROWS)
 
         def read(ref):

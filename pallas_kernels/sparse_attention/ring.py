@@ -81,7 +81,9 @@ class Ring:
     def block(self, position, n):
         """Block n of a tile: [64, 128]."""
         place = lax.rem(position * BLOCKS, self.blocks) + n
-        return self.refs["ring"].at[place if not self.late else jnp.where(place < self.blocks, place, place - self.blocks)]
+        if self.late:
+            place = jnp.where(place < self.blocks, place, place - self.blocks)
+        return self.refs["ring"].at[place]
 
     def tail(self, position):
         """A tile's columns from 512 on: [64, 64]."""

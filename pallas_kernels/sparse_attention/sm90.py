@@ -20,6 +20,7 @@ def sparse_attention(
         jnp.full(tokens, each.shape[1], jnp.int32) if length is None else length.astype(jnp.int32)
         for each, length in zip(lists, lengths)
     )
+    lists = tuple(each.astype(jnp.int32) for each in lists)
     leading, left = [], lse_prefix or 0
     for each, length in zip(lists, lengths):
         leading.append(jnp.clip(length, 0, left))

@@ -228,7 +228,8 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                 zero = plgpu.layout_cast(jnp.zeros((HEADS, rows.BLOCK), jnp.float32), plgpu.Layout.WGMMA)
                 accs, position = lax.fori_loop(0, last + 1, step, ([zero] * len(own), position + 1))
                 plgpu.barrier_wait(at["final"])
-                # The last tile's values of this half are not needed any more, and there is no other place for the output.
+                # The last tile's values of this half are not needed any more, and there is no other place for what
+                # is to be stored.
                 final = position - 1
                 factor = plgpu.load(ring.bias(final), layout=_PER_HEAD)
                 factor = lax.broadcast_in_dim(factor, accs[0].shape, [0])
