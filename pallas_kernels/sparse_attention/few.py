@@ -102,6 +102,8 @@ def attend(q, kvs, lists, lengths, sink, *, scale):
                     shrink = jnp.exp2(high - new)
                     p = jnp.exp2(s * (scale * _LOG2E) - lax.broadcast_in_dim(new, s.shape, [1]))
                     total = total * lax.broadcast_in_dim(shrink, s.shape, [1]) + p
+                    # Code written lane by lane waits for nobody; the maximum over all warps above did, so that no
+                    # warp still reads the probabilities before. Below, the sum over all warps stands for it.
                     rows.store_transposed(at["p"], p)
                     plgpu.commit_smem()
                     shrink = lax.broadcast_in_dim(shrink, accs[0].shape, [1])
