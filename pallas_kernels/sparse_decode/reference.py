@@ -52,7 +52,7 @@ def _attend_parts(q, caches, lists, *, topk_lengths, sink, scale, v_width, num_s
     q, lists, lengths = jax.tree.map(_flat, (q, lists, topk_lengths))
     total_rows = q.shape[0]
     row, begin, end, _ = schedule.segments.T
-    starts, widths = [jnp.zeros(total_rows, jnp.int32)], [slots.shape[1] for slots in lists]
+    starts, widths = [jnp.zeros(total_rows, jnp.int32)], tuple(slots.shape[1] for slots in lists)
     for count in planning.list_blocks(widths, lengths)[:-1]:
         starts.append(starts[-1] + count)
 

@@ -135,7 +135,7 @@ def copy(raw_ref, bias_ref, pages_ref, places, layout: Staged, page_size: int, d
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
         place = vector.extract(places.registers.flat[0], [], ir.DenseI64ArrayAttr.get([0]))
         lane = arith.remui(utils.thread_idx(), i32(32))
-        first = arith.muli(_warp(), i32(16))
+        first = arith.muli(_warp(utils.thread_idx()), i32(16))
         nothing = arith.cmpi(arith.CmpIPredicate.slt, place, i32(0))
         bias = arith.select(nothing, utils.c(float("-inf"), f32), utils.c(0.0, f32))
         at = arith.addi(first, arith.remui(lane, i32(16)))
@@ -280,10 +280,15 @@ def key_fragment(raw_ref, scale_ref, odd_ref, which, chunk: int, layouts: tuple[
     )
     def load(_, raw_ref, scale_ref, odd_ref, which):
         raw, scales = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
-        group, quad = _group(), _quad()
-        tokens = [arith.addi(arith.muli(_warp(), i32(16)), arith.addi(group, i32(8 * half))) for half in range(2)]
+
+        def position(thread):
+            """The lane's number in its quad, and its two tokens."""
+            first = arith.addi(arith.muli(_warp(thread), i32(16)), _group(thread))
+            return _quad(thread), [arith.addi(first, i32(8 * half)) for half in range(2)]
 
         def of(layout):
+            tail = 64 * chunk >= layout.quantised > 0
+            quad, tokens = position(own_thread() if tail else utils.thread_idx())  # rarely needed: not worth registers
             base = [arith.muli(token, i32(layout.stride)) for token in tokens]
             if 64 * chunk >= layout.quantised:  # bf16
                 start = layout.tail + 2 * (64 * chunk - layout.quantised)
@@ -329,10 +334,12 @@ def _key_words(words):
     return list(registers.flat)
 
 
-def value_fragment(raw_ref, scale_ref, odd_ref, which, part, half: int, layouts: tuple[Staged, ...], decoded_ref=None):
+def value_fragment(
+    raw_ref, scale_ref, odd_ref, which, part, half: int, layouts: tuple[Staged, ...], decoded_ref=None, may_be_tail=True
+):
     """Values 128 * part .. + 127 of rows 32 * half .. + 31 of a block, as bf16 [128, 32], rows in `value_order`.
 
-    part: int32 scalar, the same for all threads.
+    part: int32 scalar, the same for all threads. may_be_tail: whether it may be the last part.
     """
 
     def twin(*args):
@@ -347,15 +354,20 @@ def value_fragment(raw_ref, scale_ref, odd_ref, which, part, half: int, layouts:
     def load(_, raw_ref, scale_ref, odd_ref, which, part):
         raw, scales = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
         part = mosaic.scalar(part)
-        warp, group, quad = _warp(), _group(), _quad()
-        first = arith.addi(arith.muli(part, i32(128)), arith.muli(warp, i32(32)))  # value of this warp
-        four = arith.muli(group, i32(4))
-        token = arith.addi(arith.muli(quad, i32(2)), i32(32 * half))
+
+        def position(thread):
+            """First value of the warp, and of this lane from there, and first token."""
+            first = arith.addi(arith.muli(part, i32(128)), arith.muli(_warp(thread), i32(32)))
+            return first, arith.muli(_group(thread), i32(4)), arith.addi(arith.muli(_quad(thread), i32(2)), i32(32 * half))
+
+        first, four, token = position(utils.thread_idx())
 
         def of(layout):
             base = arith.muli(token, i32(layout.stride))
 
             def bf16():
+                first, four, token = position(own_thread())  # rarely needed: not worth registers
+                base = arith.muli(token, i32(layout.stride))
                 start = arith.addi(arith.muli(arith.subi(first, i32(layout.quantised)), i32(2)), i32(layout.tail))
                 start = arith.addi(arith.addi(base, start), arith.muli(four, i32(2)))
 
@@ -412,7 +424,7 @@ def value_fragment(raw_ref, scale_ref, odd_ref, which, part, half: int, layouts:
             fast, sixteen = functools.partial(quantised, exact), [_pair()] * 16
             if layout.format == V32():
                 return _if(_is_odd(odd_ref), functools.partial(quantised, general), fast, sixteen)
-            if layout.quantised < 512:
+            if layout.quantised < 512 and may_be_tail:
                 tail = arith.cmpi(arith.CmpIPredicate.sge, first, i32(layout.quantised))
                 return _if(tail, bf16, fast, sixteen)
             return fast()
@@ -534,20 +546,33 @@ def own_thread():
     return asm("mov.u32 $0, %tid.x;", "=r", [], i32_type())
 
 
+def fresh_zero():
+    """0 as a scalar of a kernel, which the compiler does not know: what is derived from it is computed where it is used."""
+
+    @mosaic.lane_code(
+        arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR), twin=lambda: jnp.int32(0)
+    )
+    def zero(_):
+        register = np.array(asm("mov.u32 $0, 0;", "=r", [], i32_type()), dtype=object)
+        return mgpu.FragmentedArray(_registers=register, _layout=SCALAR.to_mgpu(), _is_signed=True)
+
+    return zero()
+
+
 def _pair():
     return ir.VectorType.get((2,), ir.BF16Type.get())
 
 
-def _warp():
-    return arith.divui(arith.remui(utils.thread_idx(), i32(128)), i32(32))
+def _warp(thread):
+    return arith.divui(arith.remui(thread, i32(128)), i32(32))
 
 
-def _group():
-    return arith.divui(arith.remui(utils.thread_idx(), i32(32)), i32(4))
+def _group(thread):
+    return arith.divui(arith.remui(thread, i32(32)), i32(4))
 
 
-def _quad():
-    return arith.remui(utils.thread_idx(), i32(4))
+def _quad(thread):
+    return arith.remui(thread, i32(4))
 
 
 def _load(pointer, at, bits):

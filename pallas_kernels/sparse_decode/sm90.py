@@ -142,7 +142,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
     interpreted = mosaic.is_interpreted()
     parts = max(schedule.parts, 1)
     scratch = {
-        "q": plgpu.SMEM((used, width), jnp.bfloat16, transforms=lanes.TILE),
+        "q": plgpu.SMEM((1, used, width), jnp.bfloat16, transforms=lanes.TILE),
         "raw": plgpu.SMEM((stages, BLOCK * max(layout.stride for layout in layouts)), jnp.uint8),
         "scale": plgpu.SMEM((stages, BLOCK * max(1, *[layout.groups for layout in layouts])), jnp.bfloat16),
         "odd": plgpu.SMEM((stages, 4), jnp.int32),
@@ -265,7 +265,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                 def products(acc):
                     for chunk in range(chunks):
                         left = rows.key_fragment(*block, which, chunk, layouts, decoded)
-                        multiply(acc, left, at["q"].at[:, pl.ds(64 * chunk, 64)].T, "k")
+                        multiply(acc, left, at["q"].at[rows.fresh_zero(), :, pl.ds(64 * chunk, 64)].T, "k")
                     return acc[...]
 
                 s = pl.run_scoped(products, plgpu.ACC((BLOCK, used), jnp.float32))
@@ -286,7 +286,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                 def products(*accs):
                     for half in range(2):
                         for i, acc in enumerate(accs):
-                            left = rows.value_fragment(*block, which, 2 * wg + i, half, layouts, decoded)
+                            left = rows.value_fragment(*block, which, 2 * wg + i, half, layouts, decoded, may_be_tail=i > 0)
                             multiply(acc, left, at["p"].at[number, half].T, "v")
 
                 accs = mosaic.accumulate(products, accs)
@@ -296,7 +296,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
             def segment(i, state):
                 position, turn = state
                 row, part, _, tiles, begin, end = place(i)
-                lanes.load_queries(q_ref, at["q"], row * heads + head, wg)
+                lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg)
                 pl.when(wg == 0)(functools.partial(maxima.reset, turn))
                 plgpu.commit_smem()
                 both("ready")
@@ -312,14 +312,13 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                     both("scored")
                     before, high = maxima.read(turn)
                     pl.when(wg == 0)(functools.partial(maxima.pass_on, turn))
+                    shrink = jnp.exp2(before - high)
+                    accs = [acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) for acc in accs]
                     p = jnp.exp2(s - lax.broadcast_in_dim(high, s.shape, [1]))
                     sums = maxima.add(sums, p, turn)
                     lanes.write_probabilities(at["p"].at[wg], p * up(which))
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(at["weighed"])
-                    shrink = jnp.exp2(before - high)
-                    accs = [acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) for acc in accs]
-                    plgpu.barrier_wait(at["weighed"])
+                    both("weighed")
 
                     def values(number, accs):
                         block = 2 * j + number
