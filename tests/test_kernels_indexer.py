@@ -378,7 +378,7 @@ def test_what_is_not_carried_says_so():
         TuningConfig(columns=96, math=2, stages=4)
 
 
-@pytest.mark.parametrize("operation", ["indexer_logits", "candidate_logits"])
+@pytest.mark.parametrize("operation", [slow("indexer_logits"), "candidate_logits"])
 def test_compiles_for_hopper_without_spills(operation):
     if (reason := aot.missing()) is not None:
         pytest.skip(reason)
