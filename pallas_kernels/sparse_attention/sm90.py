@@ -31,12 +31,21 @@ def sparse_attention(
         return (jnp.zeros((tokens, heads, VALUES), q.dtype), nothing) + (lse_prefix is not None) * (nothing,)
     kvs, lists, lengths, leading = (tuple(each[i] for i in full) for each in (kvs, lists, lengths, leading))
     sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
-    attend = few.attend if heads in few.HEADS else wide.attend
-    results = attend(q, kvs, lists, lengths, sink, scale=float(scale))
+    results = _attend(q, kvs, lists, lengths, sink, float(scale))
     if lse_prefix is None:
         return results
     # A pass of its own over the leading entries: only training asks for it.
-    return *results, attend(q, kvs, lists, leading, sink, scale=float(scale))[1]
+    return *results, _attend(q, kvs, lists, leading, sink, float(scale))[1]
+
+
+def _attend(q, kvs, lists, lengths, sink, scale):
+    heads = q.shape[1]
+    if heads > wide.HEADS and heads % wide.HEADS:
+        parts = [slice(0, wide.HEADS), slice(wide.HEADS, heads)]
+        results = [_attend(q[:, part], kvs, lists, lengths, sink[part], scale) for part in parts]
+        return tuple(jnp.concatenate(each, axis=1) for each in zip(*results))
+    attend = few.attend if heads in few.HEADS else wide.attend
+    return attend(q, kvs, lists, lengths, sink, scale=scale)
 
 
 def _require(q, kvs, lists, scale, v_width, p_dtype):
@@ -63,6 +72,6 @@ def _require(q, kvs, lists, scale, v_width, p_dtype):
 def unproven(function, args):
     """Why this kernel is not chosen by itself for a call that it carries, or None."""
     _, heads, width = args[0].shape
-    if heads == 32 and width == 576:
+    if heads in (32, 96) and width == 576:  # 96 are 64 and 32
         return "the sm90 kernel for 32 heads of width 576 was compiled, but never run on a GPU; name it to run it."
     return None

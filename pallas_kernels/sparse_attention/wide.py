@@ -59,7 +59,10 @@ CONFIGS = {
 
 @functools.partial(jax.jit, static_argnames=("scale", "config"))
 def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
-    """q [T, H, D], kvs [S, D], lists [T, K] and lengths [T] (one or two of each), sink [H] -> out, lse."""
+    """q [T, H, D], kvs [S, D], lists [T, K] and lengths [T] (one or two of each), sink [H] -> out, lse.
+
+    At most 64 heads, or a multiple of it.
+    """
     tokens, heads, width = q.shape
     config = CONFIGS[width] if config is None else config
     groups = -(-heads // HEADS)
@@ -91,7 +94,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         def place(i):
             """Query row and first head of this thread block's item number i."""
             item = lax.axis_index("thread") + i * threads
-            return item // groups, jnp.minimum(lax.rem(item, groups) * HEADS, max(heads - HEADS, 0))
+            return item // groups, lax.rem(item, groups) * HEADS
 
         def count():
             return (items - lax.axis_index("thread") + threads - 1) // threads
