@@ -76,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("checkpoint", help="folder, or hub repository owner/name")
     inspect.add_argument("--context", type=int, help="tokens a request may hold (default: 131072, or what the config allows)")
     inspect.add_argument("--batch", type=int, default=1, help="requests at once")
+    inspect.add_argument("--devices", type=int, help="plan what lies where on so many devices, and suggest a mesh")
+    inspect.add_argument("--device-memory", type=float, default=80, help="GiB of one device that may be used (default: 80)")
     inspect.add_argument("--json", type=Path, help="write the report here too")
 
     numerics = command("numerics", _numerics, "Compare a model with a golden file of DeepSeek's own code.")
@@ -222,16 +224,17 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from dsa_jax.config import load_config
 
     context = arguments.context or min(131072, load_config(arguments.checkpoint).max_position_embeddings)
-    report = _print_report(arguments.checkpoint, context, arguments.batch)
+    options = {"devices": arguments.devices, "device_memory": int(arguments.device_memory * 2**30)}
+    report = _print_report(arguments.checkpoint, context, arguments.batch, **options)
     if arguments.json:
         arguments.json.write_text(json.dumps(report.as_dict(), indent=1))
-    return 0
+    return 0 if report.device_plan is None or report.device_plan.fits else 1
 
 
-def _print_report(directory: Path, context: int, batch: int):
+def _print_report(directory: Path, context: int, batch: int, **options):
     from dsa_jax.inspect import inspect_checkpoint
 
-    report = inspect_checkpoint(directory, context=context, batch=batch)
+    report = inspect_checkpoint(directory, context=context, batch=batch, **options)
     print("\n".join(report.lines()))
     return report
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import ops, sharding
 from dsa_jax.burst import decode_burst, prefill_chunk
 from dsa_jax.cache.requests import capacity
 from dsa_jax.cache.sizes import CacheSizes
@@ -54,12 +54,22 @@ class LanguageModel:
     `traces` counts how often each function was traced, which is how often it was compiled.
     """
 
-    def __init__(self, model: nnx.Module, numerics: Numerics, implementation: str | None = None):
-        """`implementation` names that of every operation; None takes the GPU's kernels where they carry a call."""
+    def __init__(
+        self,
+        model: nnx.Module,
+        numerics: Numerics,
+        implementation: str | None = None,
+        mesh: jax.sharding.Mesh | None = None,
+    ):
+        """`implementation` names that of every operation; None takes the GPU's kernels where they carry a call.
+
+        mesh: the devices that the model runs on together (`sharding.make_mesh`), over which its weights lie already
+        (`sharding.place`).
+        """
         self.config, self.numerics, self.plan = model.config, numerics, model.plan
         self.family = family_of(model.config)
         self.traces: dict[str, int] = {}
-        self.implementation = implementation
+        self.implementation, self.mesh = implementation, mesh
         self._graphdef, state = nnx.split(model)
         self.leaves, self._structure = jax.tree.flatten(state)
         self._names = parameter_names(state)
@@ -96,6 +106,8 @@ class LanguageModel:
             with ops.preferred(self.implementation):
                 return function(self.model(leaves), *arguments, **static)
 
+        if self.mesh is not None:
+            traced = sharding.spmd(traced, self._names, self.mesh)
         return jax.jit(traced, **options)
 
     @functools.cached_property
@@ -113,7 +125,11 @@ class LanguageModel:
 
     def new_cache(self, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()) -> Cache:
         """An empty cache for `requests` requests of up to `max_tokens` tokens each."""
-        return self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes)
+        return self.on_devices(self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes))
+
+    def on_devices(self, arrays: Any) -> Any:
+        """A pytree of arrays where the model runs: whole on every device of its mesh."""
+        return arrays if self.mesh is None else jax.device_put(arrays, sharding.everywhere(self.mesh))
 
     def capacity(self, cache: Cache) -> int:
         """How many tokens a request of `cache` may hold."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsa_jax.config import load_config
+from dsa_jax.device_plan import GIB, DevicePlan, plan_devices
 from dsa_jax.inventory import Inventory, inventory_of
 from dsa_jax.memory import DRAFT_LEFT_OUT, CacheBytes, human, part_names, part_of, weights_per_device
 from dsa_jax.weights import names
@@ -15,6 +16,7 @@ from dsa_jax.weights.checkpoint import Checkpoint, scan_checkpoint
 from dsa_jax.weights.official import TensorSpec
 
 DEVICES = (1, 2, 4, 8)
+DEVICE_MEMORY = 80 * GIB
 SHOWN = 20  # problems that are written out
 
 # Stored dtypes that stand for one another: packed FP4, and scales and small tensors kept in float32.
@@ -48,6 +50,7 @@ class Inspection:
     batch: int
     cache: CacheBytes
     weights_per_device: dict[int, int]
+    device_plan: DevicePlan | None
 
     def lines(self) -> list[str]:
         """The report as text."""
@@ -72,7 +75,16 @@ class Inspection:
             "Memory of one device, of several: experts, heads, vocabulary and Engram rows divided, the rest and the "
             "caches on each; weights as stored",
             *_table(("devices", "weights", "caches", "together"), self._device_rows()),
+            *self._plan_lines(),
         ]
+
+    def _plan_lines(self) -> list[str]:
+        plan = self.device_plan
+        if plan is None:
+            return []
+        rows = [(share.part, human(share.nbytes), share.divided) for share in plan.shares]
+        table = _table(("part", "bytes", "divided over"), [*rows, ("together", human(plan.total), "")]) if rows else []
+        return ["", f"One of {plan.devices} devices of {human(plan.memory)}", *table, plan.verdict()]
 
     def _device_rows(self) -> list[tuple[str, ...]]:
         caches = self.cache.total
@@ -104,6 +116,7 @@ class Inspection:
                 str(devices): {"weights": weights, "cache": self.cache.total, "total": weights + self.cache.total}
                 for devices, weights in self.weights_per_device.items()
             },
+            "device_plan": None if self.device_plan is None else self.device_plan.as_dict(),
         }
 
 
@@ -116,8 +129,15 @@ def plan_table(config: Any) -> list[str]:
     return _table(("", *inventory.columns), rows)
 
 
-def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 1) -> Inspection:
-    """Reports on the checkpoint in `directory` for `batch` requests of `context` tokens. Reads headers only.
+def inspect_checkpoint(
+    directory: str | Path,
+    context: int = 4096,
+    batch: int = 1,
+    devices: int | None = None,
+    device_memory: int = DEVICE_MEMORY,
+) -> Inspection:
+    """Reports on the checkpoint in `directory` for `batch` requests of `context` tokens, and plans where it lies on
+    `devices` devices of `device_memory` bytes each, if given. Reads headers only.
 
     Works where shards are missing or cut, and says which. Raises ValueError for an unusable config.json, context or
     batch.
@@ -129,7 +149,7 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
     expected = inventory.tensors(config)
     rules = inventory.left_out(config)
     stored, problems = _stored(checkpoint, expected, rules)
-    loaded = {name: spec.nbytes for name, spec in stored.items() if names.left_out_reason(name, rules) is None}
+    loaded = {name: spec for name, spec in stored.items() if names.left_out_reason(name, rules) is None}
     whole = [tensor for name, tensor in checkpoint.tensors.items() if name not in checkpoint.cut]
     return Inspection(
         directory=Path(directory),
@@ -150,7 +170,8 @@ def inspect_checkpoint(directory: str | Path, context: int = 4096, batch: int = 
         context=context,
         batch=batch,
         cache=cache,
-        weights_per_device=weights_per_device(config, loaded.items(), DEVICES),
+        weights_per_device=weights_per_device(config, ((n, spec.nbytes) for n, spec in loaded.items()), DEVICES),
+        device_plan=None if devices is None else plan_devices(config, loaded, cache, devices, device_memory),
     )
 
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.config import SharedKVConfig, V41Config
 from dsa_jax.layer_plan import LayerRole
 from dsa_jax.layers.decoder import Block
 from dsa_jax.layers.hyper_connections import collapse, start_stream
-from dsa_jax.layers.linear import Linear, QuantizedLinear
+from dsa_jax.layers.linear import Linear, QuantizedLinear, VocabularyLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32, matmul
 from dsa_jax.pytree import Leaf
@@ -48,7 +48,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((rows, width), jnp.bfloat16))
 
     def __call__(self, ids: Int32[Array, "*rows"], numerics: Numerics) -> Float[Array, "*rows d"]:
-        return numerics.round(ops.gather_rows(self.weight[...], ids))
+        return numerics.round(ranks.lookup(self.weight[...], ids, "vocabulary"))
 
 
 class MarkovHead(nnx.Module):
@@ -56,7 +56,7 @@ class MarkovHead(nnx.Module):
 
     def __init__(self, vocab: int, rank: int):
         self.embed = Embedding(vocab, rank)
-        self.head = Linear(vocab, rank)
+        self.head = VocabularyLinear(vocab, rank)
 
     def row(self, ids: Int32[Array, "*rows"], numerics: Numerics) -> Float[Array, "*rows r"]:
         """What is known of the token before."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.config import V41Config
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import inverse_rms
@@ -22,9 +22,11 @@ class Table(nnx.Module):
         self.scale = nnx.Param(jnp.zeros((rows, width // SCALE_BLOCK[1]), jnp.uint8))
 
     def __call__(self, row_ids: Int32[Array, "*rows n"], numerics: Numerics) -> Float[Array, "*rows n w"]:
+        row_ids = ranks.own(row_ids, "table_rows", len(self.weight[...]))
         weight = ops.gather_rows(self.weight[...], row_ids)
         scale = ops.gather_rows(self.scale[...], row_ids)
-        return ops.dequantize_weight(weight, scale, SCALE_BLOCK, numerics.dtype)
+        # Rows of other devices are zeros here, so their sum is the row.
+        return ranks.total(ops.dequantize_weight(weight, scale, SCALE_BLOCK, numerics.dtype), "table_rows")
 
 
 class Engram(nnx.Module):

@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole
 from dsa_jax.layers.linear import Linear, QuantizedLinear
@@ -29,6 +29,17 @@ class Selected:
     topk_indices: Leaf
     slots: Leaf
     candidates: Leaf
+
+
+def every_head(
+    q: Float[Array, "B S _ e"], weights: Float[Array, "B S _"]
+) -> tuple[Float[Array, "B S H e"], Float[Array, "B S H"]]:
+    """Queries and weights of all heads, where several devices have made those of some heads each.
+
+    Every device then sums a score over all heads in the order of one device: the same scores to the bit, so the same
+    selection on each. The queries of a row are also far fewer bytes than its scores, which sums of parts would move.
+    """
+    return ranks.joined(q, "index_heads", 2), ranks.joined(weights, "index_heads", 2)
 
 
 class Indexer(nnx.Module):
@@ -54,10 +65,10 @@ class Indexer(nnx.Module):
         self, x: Float[Array, "B S d"], q_latent: Float[Array, "B S r"], angles: Angles, numerics: Numerics
     ) -> tuple[Float[Array, "B S H e"], Float[Array, "B S H"]]:
         """Index queries, quantised, and head weights with both scale factors."""
-        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], self.heads, self.width)
+        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], -1, self.width)
         q = numerics.fake(apply_rope(q, angles, numerics), "mxfp4_32")
         weights = f32(self.weights_proj(x, numerics)) * (self.width**-0.5 * self.heads**-0.5)
-        return q, numerics.round(weights)
+        return every_head(q, numerics.round(weights))
 
     def __call__(
         self,

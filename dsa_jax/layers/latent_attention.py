@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.cache.latent import LatentLayer
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import RopeSpec
@@ -45,7 +45,7 @@ class LatentAttention(nnx.Module):
         self.wkv_a = QuantizedLinear(self.latent + self.rope_dim, width, block)
         self.kv_norm = RMSNorm(self.latent, eps, jnp.float32)
         self.wkv_b = QuantizedLinear(self.heads * (self.nope + self.value), self.latent, block)
-        self.wo = QuantizedLinear(width, self.heads * self.value, block)
+        self.wo = QuantizedLinear(width, self.heads * self.value, block, summed_over="heads")
         self.indexer = TokenIndexer(config)
         # Products a head: the expanded form saves `saved` for each pair of a query row and a cached row, and spends
         # `spent` on each cached row. 171 query rows at the released widths.
@@ -62,7 +62,7 @@ class LatentAttention(nnx.Module):
         """
         angles = rope_angles(self.rope_dim, self.rope, jnp.maximum(step.positions, 0))
         q_latent = self.q_norm(self.wq_a(x, numerics), numerics)
-        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], self.heads, self.nope + self.rope_dim)
+        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], -1, self.nope + self.rope_dim)
         q = apply_rope(q, angles, numerics)
 
         row = self.wkv_a(x, numerics)
@@ -96,7 +96,7 @@ class LatentAttention(nnx.Module):
         else:
             o, lse = lax.cond(jnp.max(step.end) <= self.indexer.k, expanded, absorbed)
         if tap is not None:
-            tap("selected_lse", lse)
+            tap("selected_lse", ranks.joined(lse, "heads", 2))
         return self.wo(o.reshape(*x.shape[:-1], -1), numerics), cache
 
     def slots(self, positions: Array, step: Step, cache: LatentLayer) -> Array:
@@ -108,7 +108,7 @@ class LatentAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
         """Softmax over the listed latent rows, per head in and out of the latent space, and its log-sum-exp. Every product
         is rounded."""
-        wkv_b = self.wkv_b.dequantized(numerics).reshape(self.heads, self.nope + self.value, self.latent)
+        wkv_b = self.wkv_b.dequantized(numerics).reshape(-1, self.nope + self.value, self.latent)
         absorbed = per_head(q[..., : self.nope], wkv_b[:, : self.nope], 1, numerics)
         q = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)
         o, lse = ops.attend(
@@ -135,7 +135,7 @@ class LatentAttention(nnx.Module):
         -inf.
         """
         expanded = self.wkv_b(rows[..., : self.latent], numerics)
-        expanded = expanded.reshape(*rows.shape[:2], self.heads, self.nope + self.value)
+        expanded = expanded.reshape(*rows.shape[:2], -1, self.nope + self.value)
         shared = rows[..., self.latent :]
 
         def head(operands):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.numerics import Numerics, f32, matmul
 
 FP4_SCALE_BLOCK = (1, 32)
@@ -24,14 +24,29 @@ class Linear(nnx.Module):
         return matmul(f32(x), f32(self.weight[...]))
 
 
+class VocabularyLinear(Linear):
+    """A linear with one output a token of the vocabulary, float32; on several devices each has some tokens' rows."""
+
+    def __init__(self, tokens: int, in_features: int):
+        super().__init__(tokens, in_features)
+        self.tokens = tokens
+
+    def in_float32(self, x: Float[Array, "*rows i"]) -> Float[Array, "*rows V"]:
+        """Float32 logits of all tokens, on every device."""
+        logits = super().in_float32(x)
+        # Rows are filled up to a multiple of the devices.
+        return ranks.joined(logits, "vocabulary", logits.ndim - 1)[..., : self.tokens]
+
+
 class QuantizedLinear(nnx.Module):
     """An FP8 linear: weight E4M3 [out, in] with one scale per tile; the input is quantised to FP8 in groups as wide.
 
     Products of quantised values accumulate in float32 and are rounded once (spec deepseek-v41 section 3.4).
+    summed_over: the logical axis that divides the inputs on several devices, whose products are added before rounding.
     """
 
-    def __init__(self, out_features: int, in_features: int, block: tuple[int, int]):
-        self.block, self.input_kind = block, f"fp8_{block[1]}"
+    def __init__(self, out_features: int, in_features: int, block: tuple[int, int], summed_over: str | None = None):
+        self.block, self.input_kind, self.summed_over = block, f"fp8_{block[1]}", summed_over
         tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.weight = nnx.Param(jnp.zeros((out_features, in_features), jnp.float8_e4m3fn))
         self.scale = nnx.Param(jnp.zeros(tiles, jnp.uint8))
@@ -41,7 +56,8 @@ class QuantizedLinear(nnx.Module):
         return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
 
     def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
-        return numerics.round(matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics)))
+        y = matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics))
+        return numerics.round(y if self.summed_over is None else ranks.total(y, self.summed_over))
 
 
 class ExpertLinears(nnx.Module):

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.config import V41Config
 from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
 from dsa_jax.numerics import Numerics, f32, matmul
@@ -104,11 +104,13 @@ class Experts(nnx.Module):
         """Σ over the chosen experts of expert(x)·weight: float32 sum in ascending expert id, not rounded.
 
         (Token, expert) pairs are sorted by expert and cut into tiles that belong to one expert each; one tile's
-        weights are dequantised at a time. Rows that are not valid are left out and give 0.
+        weights are dequantised at a time. Rows that are not valid are left out and give 0. On several devices each
+        computes the experts that it holds, and the sums are added.
         """
-        (T, d), k, E = x.shape, chosen.shape[1], self.experts
-        tile = min(LARGEST_TILE, 1 << (-(-T * k // E) - 1).bit_length())
-        expert_of = jnp.where(valid[:, None], chosen, E).reshape(-1)
+        (T, d), k, E = x.shape, chosen.shape[1], len(self.w1.weight[...])
+        tile = min(LARGEST_TILE, 1 << (-(-T * k // self.experts) - 1).bit_length())
+        own = ranks.own(chosen, "experts", E)
+        expert_of = jnp.where(valid[:, None] & (own >= 0) & (own < E), own, E).reshape(-1)
         order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
         sizes = jnp.bincount(expert_of, length=E)
         ends = jnp.cumsum(sizes)
@@ -132,7 +134,7 @@ class Experts(nnx.Module):
         y = jnp.zeros((T, d), jnp.float32)
         for i in range(k):
             y = y + f32(out[:, i])
-        return y
+        return ranks.total(y, "experts")
 
     def weighted(
         self, expert: Array, rows: Float[Array, "R d"], weight: Float[Array, "R 1"], numerics: Numerics

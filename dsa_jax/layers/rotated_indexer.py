@@ -8,6 +8,7 @@ from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole
 from dsa_jax.layers.group_compressor import GroupCompressor
 from dsa_jax.layers.hadamard import hadamard
+from dsa_jax.layers.indexer import every_head
 from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.rope import Angles, apply_rope
 from dsa_jax.numerics import Numerics, f32
@@ -34,10 +35,10 @@ class RotatedIndexer(nnx.Module):
         self, x: Float[Array, "B S d"], q_latent: Float[Array, "B S r"], angles: Angles, numerics: Numerics
     ) -> tuple[Float[Array, "B S H e"], Float[Array, "B S H"]]:
         """Index queries, quantised, and head weights with both scale factors."""
-        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], self.heads, self.width)
+        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], -1, self.width)
         q = numerics.fake(hadamard(apply_rope(q, angles, numerics), numerics), "mxfp4_32")
         weights = f32(self.weights_proj(x, numerics)) * (self.width**-0.5 * self.heads**-0.5)
-        return q, numerics.round(weights)
+        return every_head(q, numerics.round(weights))
 
     def __call__(
         self,

@@ -16,7 +16,7 @@ from dsa_jax.layers.draft import Attend, DraftHeads, Embedding
 from dsa_jax.layers.hash_moe import HashMoE
 from dsa_jax.layers.hybrid_attention import HybridAttention
 from dsa_jax.layers.hyper_connections import collapse, expand, head_mix
-from dsa_jax.layers.linear import Linear, QuantizedLinear
+from dsa_jax.layers.linear import QuantizedLinear, VocabularyLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics, f32
 from dsa_jax.step import Step
@@ -155,7 +155,7 @@ class MarkovTables(nnx.Module):
 
     def __init__(self, vocab: int, rank: int):
         self.markov_w1 = Embedding(vocab, rank)
-        self.markov_w2 = Linear(vocab, rank)
+        self.markov_w2 = VocabularyLinear(vocab, rank)
 
     def row(self, ids: Int32[Array, "*rows"], numerics: Numerics) -> Float[Array, "*rows r"]:
         """What is known of the token before."""

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsa_jax import ops
+from dsa_jax import ops, ranks
 from dsa_jax.config import SharedKVConfig
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers.linear import QuantizedLinear
@@ -41,7 +41,7 @@ class SharedKVAttention(nnx.Module):
         self.wo_a = QuantizedLinear(
             self.groups * config.o_lora_rank, self.heads * self.head_dim // self.groups, block
         )
-        self.wo_b = QuantizedLinear(width, self.groups * config.o_lora_rank, block)
+        self.wo_b = QuantizedLinear(width, self.groups * config.o_lora_rank, block, summed_over="heads")
         self.attn_sink = nnx.Param(jnp.zeros((self.heads,), jnp.float32))
 
     def angles(self, positions: Array) -> Angles:
@@ -53,7 +53,7 @@ class SharedKVAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S r"], Float[Array, "B S H h"]]:
         """The latent that the indexer shares, and the rotated queries."""
         latent = self.q_norm(self.wq_a(x, numerics), numerics)
-        q = self.wq_b(latent, numerics).reshape(*x.shape[:-1], self.heads, self.head_dim)
+        q = self.wq_b(latent, numerics).reshape(*x.shape[:-1], -1, self.head_dim)
         if self.norm_heads:
             q = normalize_heads(q, self.eps, numerics)
         return latent, apply_rope(q, angles, numerics)
@@ -91,13 +91,14 @@ class SharedKVAttention(nnx.Module):
             q, caches, slots, sink=self.attn_sink[...], scale=self.head_dim**-0.5, p_dtype=numerics.dtype
         )
         if tap is not None:
-            tap("sparse_attn_out", o)
+            tap("sparse_attn_out", ranks.joined(o, "heads", 2))
             if tap.asked_for("selected_lse") and len(caches) > 1:
                 _, lse = ops.attend(q, caches[1:], slots[1:], scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
-                tap("selected_lse", lse)
-        o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], self.groups, -1)
-        wo_a = self.wo_a.dequantized(numerics).reshape(self.groups, -1, o.shape[-1])
-        u = jnp.stack([numerics.round(matmul(o[:, :, g], wo_a[g])) for g in range(self.groups)], axis=2)
+                tap("selected_lse", ranks.joined(lse, "heads", 2))
+        groups = self.groups * o.shape[2] // self.heads  # those of the heads that this device has
+        o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], groups, -1)
+        wo_a = self.wo_a.dequantized(numerics).reshape(groups, -1, o.shape[-1])
+        u = jnp.stack([numerics.round(matmul(o[:, :, g], wo_a[g])) for g in range(groups)], axis=2)
         return self.wo_b(u.reshape(*u.shape[:2], -1), numerics)
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int32
 from dsa_jax import ops
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layers.hadamard import hadamard
+from dsa_jax.layers.indexer import every_head
 from dsa_jax.layers.linear import Linear, QuantizedLinear
 from dsa_jax.layers.norm import LayerNorm
 from dsa_jax.layers.rope import Angles, apply_rope_half_split
@@ -41,13 +42,13 @@ class TokenIndexer(nnx.Module):
         self, x: Float[Array, "B S d"], q_latent: Float[Array, "B S r"], angles: Angles, numerics: Numerics
     ) -> tuple[Float[Array, "B S H e"], Float[Array, "B S H"]]:
         """Index queries (FP8 values where quantisers are on), and head weights with all scale factors, float32."""
-        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], self.heads, self.width)
+        q = self.wq_b(q_latent, numerics).reshape(*x.shape[:-1], -1, self.width)
         q = hadamard(apply_rope_half_split(q, angles, numerics), numerics)
         weights = self.weights_proj.in_float32(x) * self.heads**-0.5
         if numerics.quantize:
             q, scale = ops.quantize_fp8(q, self.width)
             weights = weights * scale[..., 0]
-        return q, weights * self.width**-0.5
+        return every_head(q, weights * self.width**-0.5)
 
     def __call__(
         self, q: Float[Array, "B S H e"], weights: Float[Array, "B S H"], keys: ops.PagedRows, step: Step

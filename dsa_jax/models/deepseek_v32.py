@@ -8,7 +8,7 @@ from dsa_jax.cache.latent import LatentCache
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan_v32 import latent_plan
 from dsa_jax.layers.draft import Embedding
-from dsa_jax.layers.linear import Linear
+from dsa_jax.layers.linear import VocabularyLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.residual_block import ResidualBlock
 from dsa_jax.numerics import Numerics, f32
@@ -24,7 +24,7 @@ class DeepseekV32(nnx.Module):
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List([ResidualBlock(config, role) for role in self.plan])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, jnp.float32)
-        self.head = Linear(config.vocab_size, config.hidden_size)
+        self.head = VocabularyLinear(config.vocab_size, config.hidden_size)
 
     def __call__(
         self,

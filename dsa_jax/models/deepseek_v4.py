@@ -10,7 +10,7 @@ from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import draft_plan, layer_plan
 from dsa_jax.layers.draft import Draft, Embedding, draft, remember, tap_stream
 from dsa_jax.layers.hyper_connections import start_stream
-from dsa_jax.layers.linear import Linear
+from dsa_jax.layers.linear import VocabularyLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.layers.self_mixed import MTPLayer, SelfMixedBlock, SelfMixedStage, StreamHead
 from dsa_jax.numerics import Numerics
@@ -27,7 +27,7 @@ class DeepseekV4(StreamHead):
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List([SelfMixedBlock(config, role) for role in self.plan])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = Linear(config.vocab_size, config.hidden_size)
+        self.head = VocabularyLinear(config.vocab_size, config.hidden_size)
         drafts = draft_plan(config)
         if config.dspark is None:
             self.mtp = nnx.List([MTPLayer(config, role) for role in drafts])

@@ -18,7 +18,7 @@ from dsa_jax.layers.draft import Draft, DraftStage, Embedding, draft, remember, 
 from dsa_jax.layers.engram import Engram
 from dsa_jax.layers.engram_hash import EngramHash, hash_rows
 from dsa_jax.layers.hyper_connections import collapse, start_stream
-from dsa_jax.layers.linear import Linear
+from dsa_jax.layers.linear import VocabularyLinear
 from dsa_jax.layers.norm import RMSNorm
 from dsa_jax.numerics import Numerics
 from dsa_jax.pytree import Leaf
@@ -63,7 +63,7 @@ class DeepseekV41(nnx.Module):
         self.embed = Embedding(config.vocab_size, width)
         self.layers = nnx.List([Layer(config, role) for role in self.plan])
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.head = Linear(config.vocab_size, width)
+        self.head = VocabularyLinear(config.vocab_size, width)
         self.image_start = nnx.Param(jnp.zeros((width,), jnp.bfloat16))
         self.image_newline = nnx.Param(jnp.zeros((width,), jnp.bfloat16))
         self.image_end = nnx.Param(jnp.zeros((width,), jnp.bfloat16))

@@ -1,0 +1,130 @@
+"""What of a model lies where on several devices, whether it fits, and which mesh to take. From sizes alone."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from dsa_jax import sharding
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES
+from dsa_jax.memory import LEFT_OUT, CacheBytes, human, part_of
+from dsa_jax.ranks import DIVIDED_OVER
+from dsa_jax.weights import names
+from dsa_jax.weights.official import TensorSpec
+
+_NUMBER = re.compile(r"\d+")
+LARGEST_NAMED = 3
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One part of the model on one device: its bytes, and the mesh axes that divide it (words)."""
+
+    part: str
+    nbytes: int
+    divided: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DevicePlan:
+    """A model on `devices` devices of `memory` bytes each: mesh axis -> size, and what each device holds.
+
+    problems: why no mesh of so many devices carries the model, in sentences; shares are then empty.
+    """
+
+    devices: int
+    memory: int
+    mesh: dict[str, int]
+    shares: tuple[Share, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def total(self) -> int:
+        """Bytes of one device."""
+        return sum(share.nbytes for share in self.shares)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a mesh carries the model and its devices hold it."""
+        return not self.problems and self.total <= self.memory
+
+    def verdict(self) -> str:
+        """Whether it fits, in a sentence; if not, the largest parts."""
+        if self.problems:
+            return f"No mesh of {self.devices} devices carries this model:" + "".join(f"\n  - {p}" for p in self.problems)
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        if self.fits:
+            return f"Fits: mesh {axes}; {human(self.memory - self.total)} of each device are left."
+        largest = sorted(self.shares, key=lambda share: -share.nbytes)[:LARGEST_NAMED]
+        listed = ", ".join(f"{share.part} {human(share.nbytes)} ({share.divided})" for share in largest)
+        return (
+            f"Does not fit: a device of mesh {axes} would hold {human(self.total)} and has {human(self.memory)}. Largest: "
+            f"{listed}. Take more devices, a shorter context or a smaller batch."
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return dataclasses.asdict(self) | {"total": self.total, "fits": self.fits}
+
+
+def plan_devices(
+    config: Any, tensors: Mapping[str, TensorSpec], cache: CacheBytes, devices: int, memory: int
+) -> DevicePlan:
+    """The plan for the loaded tensors (official name -> how it is stored), caches of the wanted size, and so many devices
+    of `memory` bytes. Takes the largest tp that divides heads and tiles, and leaves the rest of the devices to ep.
+
+    Beside weights and caches a device needs what a step works in: the engine's budget for prefill is counted. ValueError
+    for less than one device.
+    """
+    if devices < 1 or memory < 1:
+        raise ValueError(f"{devices} devices of {memory} bytes: both must be at least 1.")
+    kinds = _kinds(tensors)
+    shapes = {kind.path: kind.shape for kind in kinds}
+    candidates = [{"ep": devices // tp, "tp": tp} for tp in range(devices, 0, -1) if devices % tp == 0]
+    problems = [sharding.problems_of(config, shapes, sizes) for sizes in candidates]
+    found = next((sizes for sizes, found in zip(candidates, problems, strict=True) if not found), None)
+    if found is None:
+        return DevicePlan(devices, memory, {}, (), tuple(problems[-1]))
+    weights: collections.Counter[tuple[str, str]] = collections.Counter()
+    for kind in kinds:
+        placed = sharding.placed_shape(kind.path, kind.shape, found)
+        logical = [axis for axis in sharding.logical_axes(kind.path) if axis is not None]
+        parts = math.prod(sharding.ways(axis, found) for axis in logical)
+        filled = kind.nbytes * math.prod(placed) // max(math.prod(kind.shape), 1)
+        axes = [axis for name in logical for axis in DIVIDED_OVER[name] if found.get(axis, 1) > 1]
+        weights[kind.part, " x ".join(axes) if axes else "on each"] += -(-filled // parts)
+    shares = [Share(part, size, divided) for (part, divided), size in weights.items()]
+    shares += [Share(f"cache: {part}", size, "on each") for part, size in cache.parts.items()]
+    shares.append(Share("work of a step", DEFAULT_PREFILL_BYTES, "on each"))
+    return DevicePlan(devices, memory, found, tuple(sorted(shares, key=lambda share: -share.nbytes)), ())
+
+
+@dataclasses.dataclass
+class _Kind:
+    """Parameters that differ in numbers of layers alone: path and shape of the first, bytes of all."""
+
+    path: str
+    part: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def _kinds(tensors: Mapping[str, TensorSpec]) -> list[_Kind]:
+    # A checkpoint has a hundred thousand names of a hundred kinds: what is asked of a name is asked once of its kind.
+    groups: dict[tuple, list[str]] = {}
+    for name, spec in tensors.items():
+        groups.setdefault((_NUMBER.sub("0", name), spec), []).append(name)
+    kinds = []
+    for (_, spec), members in groups.items():
+        part, target = part_of(members[0]), names.target(members[0])
+        if part == LEFT_OUT:
+            continue
+        shape = spec.shape
+        if target.expert is not None:
+            layer = members[0].partition(".experts.")[0] + "."
+            shape = (sum(name.startswith(layer) for name in members), *shape)
+        kinds.append(_Kind(target.path, part, shape, len(members) * spec.nbytes))
+    return kinds

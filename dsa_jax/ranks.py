@@ -1,0 +1,52 @@
+"""What layers do across devices: sums, lookups and joins over the mesh axes that divide their weights.
+
+A model that runs on several devices runs inside `jax.shard_map`, so a layer sees its own device's part of every divided
+weight, and everything else whole. Outside of it every function here gives back what it was given: a layer is written once.
+"""
+
+import jax
+from jax import lax
+from jaxtyping import Array, Int32
+
+from dsa_jax import ops
+
+MESH_AXES = ("dp", "ep", "tp", "cp")
+"""Names of a mesh's axes: requests, experts, heads, context."""
+
+DIVIDED_OVER = {
+    "heads": ("tp",),  # attention heads, groups of the output projection, sinks
+    "index_heads": ("tp",),
+    "vocabulary": ("tp",),
+    "experts": ("ep", "tp", "cp"),  # all axes on which every device holds the same tokens
+    "table_rows": ("ep", "tp", "cp"),
+}
+"""Logical axis of a weight -> the mesh axes that divide it. What has no such axis is on every device."""
+
+
+def axes_of(logical: str) -> tuple[str, ...]:
+    """The mesh axes of more than one device that divide `logical` where this is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in DIVIDED_OVER[logical] if axis in mesh.manual_axes and mesh.shape[axis] > 1)
+
+
+def total(x: Array, logical: str) -> Array:
+    """The sum of every device's x."""
+    axes = axes_of(logical)
+    return lax.psum(x, axes) if axes else x
+
+
+def joined(x: Array, logical: str, axis: int) -> Array:
+    """Every device's x, one behind the other along `axis`."""
+    axes = axes_of(logical)
+    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def own(ids: Int32[Array, "*any"], logical: str, count: int) -> Int32[Array, "*any"]:
+    """Ids counted from the first of the `count` that this device holds; below 0 or from `count` on where others hold them."""
+    axes = axes_of(logical)
+    return ids - lax.axis_index(axes) * count if axes else ids
+
+
+def lookup(table: Array, ids: Int32[Array, "*any"], logical: str) -> Array:
+    """Rows `ids` of a table whose rows are divided. Exact: one device has the row, and the others add zeros."""
+    return total(ops.gather_rows(table, own(ids, logical, len(table))), logical)

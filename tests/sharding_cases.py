@@ -1,0 +1,92 @@
+"""Runs in a process of its own, which simulates devices: one family on several meshes against one device.
+
+Arguments: the family, then meshes such as tp=2,ep=4. Prints a line for each; an assertion that fails ends the process.
+"""
+
+import importlib
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from dsa_jax import sharding
+from dsa_jax.decode import LanguageModel
+from dsa_jax.numerics import numerics
+from dsa_jax.sampling import Sampling
+from dsa_jax.tolerances import TOLERANCES
+
+# Heads, groups and experts that 8 devices divide, in whole tiles; a vocabulary that they do not.
+COMMON = dict(vocab_size=61, num_attention_heads=8, index_n_heads=8, n_routed_experts=16)
+CHANGES = {
+    "v41": dict(o_groups=8, dspark_n_routed_experts=8, image_token_id=60),
+    "v4": dict(o_groups=8, head_dim=96),
+    "v32": dict(qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128, index_head_dim=128),
+}
+TINY = {"v41": "tiny", "v4": "tiny_v4", "v32": "tiny_v32"}
+
+
+def one_device(family: str) -> LanguageModel:
+    """The tiny model of the family, with all its weights on one device."""
+    tiny = importlib.import_module(TINY[family])
+    config = tiny.tiny_config(**COMMON | CHANGES[family])
+    return LanguageModel(tiny.tiny_module(config), numerics("f32"))
+
+
+def on_mesh(lm: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
+    """The same model on the devices of `mesh`."""
+    parameters = lm.parameters()
+    sharding.check(lm.config, {name: x.shape for name, x in parameters.items()}, mesh.shape)
+    placed = sharding.place(parameters, mesh)
+    graphdef, state = nnx.split(lm.model())
+    state = jax.tree.unflatten(jax.tree.structure(state), [placed[name] for name in lm._names])
+    return LanguageModel(nnx.merge(graphdef, state), lm.numerics, mesh=mesh)
+
+
+def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
+    """Logits and taps of a chunk of two requests; with `decode` the tokens that decoding adds to it, and a draft."""
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, 59, (2, 24)).astype(np.int32)
+    logits, cache, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32))
+    found = {name: np.asarray(x) for name, x in taps.items()} | {"logits": np.asarray(logits)}
+    if not decode:
+        return found
+    last = jnp.stack([logits[0, 23], logits[1, 18]])
+    done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
+    cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4)
+    found |= {"after": np.asarray(after), "new": np.asarray(new)}
+    if hasattr(lm.family.model, "draft"):
+        found["draft"] = np.asarray(lm.draft(cache, np.array([3, 5], np.int32)).logits)
+    return found
+
+
+def compare(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
+    """Integers equal, floats within the tolerance of the mode. Returns the largest difference of logits."""
+    for name, other in found.items():
+        array = wanted[name]
+        assert array.shape == other.shape, name
+        if not np.issubdtype(array.dtype, np.inexact):
+            np.testing.assert_array_equal(array, other, err_msg=name)
+            continue
+        seen = np.isfinite(array)
+        np.testing.assert_array_equal(seen, np.isfinite(other), err_msg=name)
+        size = max(1.0, float(np.abs(array[seen]).max(initial=0)))
+        np.testing.assert_allclose(other[seen], array[seen], rtol=0, atol=TOLERANCES["f32"].logits * size, err_msg=name)
+    return float(np.abs(wanted["logits"] - found["logits"]).max())
+
+
+def main(family: str, meshes: list[str]) -> None:
+    """Decodes on the last mesh alone, since a program takes long to compile."""
+    lm = one_device(family)
+    wanted = outputs(lm, decode=True)
+    for name in meshes:
+        sizes = {axis: int(size) for axis, size in (part.split("=") for part in name.split(","))}
+        mesh = sharding.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
+        found = outputs(on_mesh(lm, mesh), decode=name == meshes[-1])
+        print(f"{family} {name}: {len(found)} arrays agree, logits to {compare(wanted, found):.1e}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
