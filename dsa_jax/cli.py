@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     numerics.add_argument("--mode", choices=("f32", "f32q", "bf16"), help="default: by the file's name")
     _implementation(numerics)
     numerics.add_argument("--json", type=Path, help="write every tensor's verdict here")
+    numerics.add_argument("--plot", type=Path, help="draw every tensor against its tolerance into this image file")
 
     compile_report = command("compile-report", _compile_report, "Compile every kernel for a chip, on any machine.")
     compile_report.add_argument("--target", choices=("h200", "b200"), action="append", help="default: both; repeatable")
@@ -263,6 +264,10 @@ def _numerics(arguments: argparse.Namespace) -> int:
     if arguments.json:
         result = {"golden": arguments.golden.name, "mode": mode, "ok": not failed, "tensors": [r.as_dict() for r in rows]}
         arguments.json.write_text(json.dumps(result, indent=1))
+    if arguments.plot:
+        from dsa_jax import plots
+
+        plots.verdicts(rows, f"{arguments.golden.name} in mode {mode}").savefig(arguments.plot, dpi=150)
     return 1 if failed else 0
 
 
