@@ -143,13 +143,13 @@ def gather_tile(
 
     def twin(tile_ref, values_ref, places, offset, *words):
         for i in range(blocks):
-            place = places[offset + i]
-            for row in range(size):
-                source = jnp.clip(place + row, 0, last)
-                tile_ref[i * size + row] = values_ref[source]
-                if worded:
-                    at = source // page_rows * page_words + first + source % page_rows
-                    words[0][i * size + row] = words[1][at]
+            start = jnp.clip(places[offset + i], 0, last + 1 - size)
+            row = jnp.clip(places[offset + i] + jnp.arange(size), 0, last) - start
+            to = pl.ds(i * size, size)
+            tile_ref[to] = values_ref[pl.ds(start, size)][row]
+            if worded:
+                at = start // page_rows * page_words + first + start % page_rows
+                words[0][to] = words[1][pl.ds(at, size)][row]
 
     refs = (plgpu.RefType((plgpu.SwizzleTransform(swizzle),) if swizzle else ()), plgpu.RefType())
     types = (*refs, _EACH_WARP, plgpu.Layout.WG_SPLAT(()), *[plgpu.RefType()] * (2 * worded))
