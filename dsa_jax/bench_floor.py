@@ -45,9 +45,8 @@ def layers_of(config: Any, plan: tuple[Any, ...], context: int) -> Iterator[List
             plain = width - config.qk_rope_head_dim
             row = plain + 2 * config.qk_rope_head_dim + -(-(plain // 64) // 8) * 8
             listed = min(config.index_topk, visible) if role.mode == "indexed" else visible
-            yield Listed(
-                visible if role.mode == "indexed" else 0, key_bytes, ((window, row), (listed, row)) if visible else ((window, row),)
-            )
+            lists = ((window, row), (listed, row)) if visible else ((window, row),)
+            yield Listed(visible if role.mode == "indexed" else 0, key_bytes, lists)
 
 
 def floors_us(lm: Any, batch: int, context: int, rows: int) -> dict[str, float] | None:
@@ -80,7 +79,8 @@ def work_of(lm: Any, batch: int, context: int, rows: int) -> dict[str, tuple[int
             add("selection", 4 * queries * (layer.scored + config.index_topk), 0)
         for listed, row in layer.attended:
             distinct = min(queries * listed, batch * context)  # rows that several queries share are read once
-            add("attention", distinct * row + 4 * queries * listed, 4 * queries * listed * config.num_attention_heads * head)
+            products = 2 * queries * listed * config.num_attention_heads * head
+            add("attention", distinct * row + 4 * queries * listed, 2 * products)
         add("attention", 4 * queries * config.num_attention_heads * head, 0)
     sizes = {name: leaf.nbytes for name, leaf in lm.parameters().items()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

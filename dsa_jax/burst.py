@@ -1,9 +1,11 @@
-"""The two steps that serving is made of, as functions of a model: a chunk of prompts, and a burst of decode steps."""
+"""The two steps that serving is made of: a chunk of prompts, and a burst of decode steps.
+
+`model` is a module of any family, or what stands in for one: a call, `logits`, and `draft` where drafts are asked for.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -15,7 +17,7 @@ Cache = Any  # a cache of the model's family
 
 
 def prefill_chunk(
-    model: nnx.Module,
+    model: Any,
     numerics: Numerics,
     cache: Cache,
     logits: Float[Array, "B V"],
@@ -30,7 +32,7 @@ def prefill_chunk(
 
 
 def decode_burst(
-    model: nnx.Module,
+    model: Any,
     numerics: Numerics,
     cache: Cache,
     logits: Float[Array, "B V"],

@@ -107,7 +107,8 @@ def _driver() -> Finding:
     version = _nvidia_driver()
     if version is None:
         return Finding("driver", "no NVIDIA driver on this machine")
-    return Finding("driver", f"{version}; runtime: {getattr(jax.devices()[0].client, 'platform_version', '?').splitlines()[0]}")
+    runtime = getattr(jax.devices()[0].client, "platform_version", "?").splitlines()[0]
+    return Finding("driver", f"{version}; runtime: {runtime}")
 
 
 def _assembler() -> Finding:

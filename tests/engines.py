@@ -33,12 +33,13 @@ def small_model(family: str = "v41") -> LanguageModel:
 
 
 def small_engine(family: str = "v41", drafts: int = DRAFTS, **options) -> Engine:
-    """An engine of three requests and twelve pages. With and without drafts its arrays have the same shapes."""
+    """An engine of three requests and fewer pages than they could use. With and without drafts its arrays have the same shapes."""
+    page, pages = (128, 3) if family == "v4" else (PAGE, PAGES)  # V4's pages hold whole groups of 128 tokens
     sizes = dict(prefill_shapes=((2, 8),), decode_rows=(BATCH,), steps=STEPS, snapshots=4, boundary=8)
     # Rings hold drafts + max_rollback + 1 tokens beyond their window.
     return Engine(
-        small_model(family), BATCH, CONTEXT + DRAFTS - drafts, PAGE, drafts=drafts, max_rollback=BACK + DRAFTS - drafts,
-        **({"pages": PAGES} | sizes | options),
+        small_model(family), BATCH, CONTEXT + DRAFTS - drafts, page, drafts=drafts, max_rollback=BACK + DRAFTS - drafts,
+        **({"pages": pages} | sizes | options),
     )  # fmt: skip
 
 

@@ -1,13 +1,12 @@
-"""The decode loop: sampling, stop ids, streaming, donation, compilation, and what is refused."""
-
-import time
+"""Sampling, generate and stream, the compiled steps by themselves, and what is refused."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
-from tiny import tiny_config, tiny_model
+from engines import NO_STOP, prompt, small_model
+from tiny import tiny_config
 
 from dsa_jax.cache import new_cache
 from dsa_jax.decode import ImageSpan, generate, stream
@@ -15,11 +14,6 @@ from dsa_jax.numerics import BF16, F32
 from dsa_jax.sampling import Sampling, kept_tokens, sample
 
 EVERY = 4  # decode steps a call: one number, so that tests share compiled loops
-NO_STOP = [64]  # outside the vocabulary: never sampled
-
-
-def prompt(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(3, 60, n).tolist()
 
 
 # ---------------------------------------------------------------- sampling
@@ -54,19 +48,6 @@ def test_the_kept_tokens_are_the_smallest_set_that_reaches_top_p():
         assert np.flatnonzero(keep[0]).tolist() == expected
 
 
-def test_a_request_draws_the_same_tokens_alone_and_in_a_batch():
-    lm = tiny_model()
-    prompts = [prompt(5, seed) for seed in (1, 2)]
-
-    def run(which, seeds):
-        sampling = Sampling.of(len(which), temperature=1.0, top_p=0.9, seed=seeds)
-        return generate(lm, [prompts[b] for b in which], 12, sampling=sampling, stop_ids=NO_STOP, every=EVERY)
-
-    together = run([0, 1], [7, 8])
-    assert together[1] == run([1], [8])[0]
-    assert together[0] != run([0], [70])[0]
-
-
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -85,28 +66,21 @@ def test_bad_sampling_options_are_refused(options, sentence):
 # ---------------------------------------------------------------- the loop
 
 
-def test_a_stop_id_ends_its_request_only_and_is_its_last_token():
-    lm = tiny_model()
-    prompts = [prompt(4, s) for s in (11, 12)]
-    free = generate(lm, prompts, 16, stop_ids=NO_STOP, every=EVERY)
-    stop = free[0][5]
-    first = [row.index(stop) if stop in row else len(row) - 1 for row in free]
-    stopped = generate(lm, prompts, 16, stop_ids=[stop], every=EVERY)
-    assert stopped == [row[: end + 1] for row, end in zip(free, first, strict=True)]
-    assert len(stopped[0]) <= 6
-
-
 def test_streaming_yields_every_n_tokens_and_the_same_ones():
-    lm, prompts = tiny_model(), [prompt(6, 5), prompt(3, 6)]
-    whole = generate(lm, prompts, 10, stop_ids=NO_STOP, every=5)
+    lm, prompts = small_model(), [prompt(6, 5), prompt(3, 6)]
     chunks = list(stream(lm, prompts, 10, stop_ids=NO_STOP, every=EVERY))
     assert [[len(row) for row in chunk] for chunk in chunks] == [[4, 4], [4, 4], [2, 2]]
+    whole = generate(lm, prompts, 10, stop_ids=NO_STOP, every=EVERY)
     assert [sum((chunk[b] for chunk in chunks), []) for b in range(2)] == whole
+    free = [row.index(whole[0][5]) if whole[0][5] in row else len(row) - 1 for row in whole]
+    stopped = generate(lm, prompts, 10, stop_ids=[whole[0][5]], every=EVERY)
+    assert stopped == [row[: end + 1] for row, end in zip(whole, free, strict=True)]
 
 
+@pytest.mark.slow
 def test_a_full_cache_ends_its_request():
     """Decoding beyond the cache's room stops; nothing wraps around or is lost silently."""
-    lm = tiny_model()
+    lm = small_model()
     logits, cache = lm.prefill(lm.new_cache(1, 100), [prompt(124, 1)], chunk=16)
     state = (cache, logits, jnp.zeros(1, bool))
     *state, out = lm.decode(*state, Sampling.of(1), jnp.array(NO_STOP, jnp.int32), EVERY)
@@ -115,52 +89,6 @@ def test_a_full_cache_ends_its_request():
     assert int(state[0].length[0]) == 128 and bool(state[2][0])
     # The logits after token 127 still give a token, which has no place in the cache any more.
     assert (np.asarray(out)[0] >= 0).all() and np.asarray(more)[0, 0] >= 0 and (np.asarray(more)[0, 1:] == -1).all()
-
-
-def test_ac_73_decode_compiles_once():
-    """After warm-up: 200 steps, prompts of varied lengths, greedy and sampled: no further trace."""
-    lm = tiny_model()
-    generate(lm, [prompt(20), prompt(3)], 20, stop_ids=NO_STOP, every=EVERY)
-    generate(lm, [prompt(12), prompt(3)], 20, stop_ids=NO_STOP, every=EVERY)
-    warm = dict(lm.traces)
-    for seed in range(10):
-        prompts = [prompt(2 + 3 * seed % 28, seed), prompt(1 + seed, seed)]
-        sampling = Sampling.of(2, temperature=[0.0, 1.0], top_k=seed, seed=seed)
-        generate(lm, prompts, 20, sampling=sampling, stop_ids=NO_STOP, every=EVERY)
-    assert lm.traces == warm
-
-
-def test_ac_74_a_burst_of_steps_costs_the_host_one_call():
-    """Host time per step, with a generous bound: the loop is compiled, so all steps of a call are one dispatch."""
-    lm = tiny_model()
-    logits, cache = lm.prefill(lm.new_cache(2, 60), [prompt(20), prompt(3)])
-    state = (cache, logits, jnp.zeros(2, bool))
-    sampling, stops = Sampling.of(2), jnp.array(NO_STOP, jnp.int32)
-    times = []
-    for _ in range(5):
-        jax.block_until_ready(state)
-        begun = time.perf_counter()
-        *state, _ = lm.decode(*state, sampling, stops, EVERY)
-        jax.block_until_ready(state)
-        times.append(time.perf_counter() - begun)
-    assert min(times) / EVERY < 0.05
-
-
-def test_ac_71_caches_are_donated_and_their_buffers_distinct():
-    """No two leaves share a buffer, the old cache is gone after a step, and the step holds no second copy of it."""
-    lm = tiny_model()
-    cache = lm.new_cache(2, 4096)
-    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
-    assert len(set(pointers)) == len(pointers)
-    arguments = (lm.leaves, cache, jnp.zeros((2, 64)), jnp.zeros(2, bool), Sampling.of(2), jnp.array(NO_STOP, jnp.int32))
-    compiled = lm._decode.lower(*arguments, steps=EVERY, drafts=0).compile()
-    memory = compiled.memory_analysis()
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    assert memory.alias_size_in_bytes >= size
-    assert memory.temp_size_in_bytes < 0.1 * size + 2**21, "a step's temporaries hold a copy of a cache"
-    old = jax.tree.leaves(cache)
-    lm.prefill(cache, [prompt(20), prompt(3)])
-    assert all(leaf.is_deleted() for leaf in old)
 
 
 def test_bf16_caches_are_the_records_of_the_formats():
@@ -186,8 +114,9 @@ def image_prompt(lm, n: int = 30, start: int = 9, length: int = 7):
     return tokens, [ImageSpan(start, rng.standard_normal((length, lm.config.hidden_size)).astype(np.float32))]
 
 
+@pytest.mark.slow
 def test_an_image_span_may_lie_across_chunks():
-    lm = tiny_model()
+    lm = small_model()
     tokens, spans = image_prompt(lm)
     whole, _ = lm.prefill(lm.new_cache(1, 64), [tokens], [spans], chunk=32)
     split, _ = lm.prefill(lm.new_cache(1, 64), [tokens], [spans], chunk=16)
@@ -198,7 +127,7 @@ def test_an_image_span_may_lie_across_chunks():
 
 
 def test_ac_47_a_prompt_longer_than_the_cache_names_both_limits():
-    lm = tiny_model()
+    lm = small_model()
     with pytest.raises(ValueError, match="Prompt 0 has 200 tokens after 0 .* room for 128"):
         lm.prefill(lm.new_cache(1, 100), [prompt(200)])
 
@@ -212,7 +141,7 @@ def test_ac_47_a_prompt_longer_than_the_cache_names_both_limits():
     ],
 )
 def test_bad_tokens_are_refused(tokens, sentence):
-    lm = tiny_model()
+    lm = small_model()
     cache = lm.new_cache(1, 64)
     with pytest.raises(ValueError, match=sentence):
         lm.prefill(cache, [tokens])
@@ -220,7 +149,7 @@ def test_bad_tokens_are_refused(tokens, sentence):
 
 
 def test_bad_image_spans_are_refused():
-    lm = tiny_model()
+    lm = small_model()
     tokens, spans = image_prompt(lm)
     cache = lm.new_cache(1, 64)
     for wrong, sentence in (
@@ -234,7 +163,7 @@ def test_bad_image_spans_are_refused():
 
 
 def test_wrong_counts_and_sizes_are_refused():
-    lm = tiny_model()
+    lm = small_model()
     with pytest.raises(ValueError, match="2 prompts and 2 image lists for a cache of 1 requests"):
         lm.prefill(lm.new_cache(1, 64), [prompt(3), prompt(3)])
     with pytest.raises(ValueError, match="longer than the 65536 positions"):

@@ -46,7 +46,8 @@ class LatentCache:
 
     def map_arrays(self, request: Callable[[Leaf], Leaf], pool: Callable[[Leaf], Leaf]) -> "LatentCache":
         """The cache with `request` applied to arrays [B, ..] of one row a request, and `pool` to arrays [pages, ..]."""
-        return LatentCache(request(self.length), request(self.block_table), jax.tree.map(pool, self.layers), self.page_tokens)
+        layers = jax.tree.map(pool, self.layers)
+        return LatentCache(request(self.length), request(self.block_table), layers, self.page_tokens)
 
 
 def latent_format(config: V32Config, numerics: Numerics) -> ops.RecordFormat:

@@ -15,7 +15,7 @@ from dsa_jax.engine.pages import PagePool
 from dsa_jax.engine.prefix import Prefix, PrefixCache
 from dsa_jax.engine.programs import Slots
 from dsa_jax.engine.report import Event, Stats
-from dsa_jax.engine.request import STOP_IDS, Request, table_of, terms_of
+from dsa_jax.engine.request import STOP_IDS, Request, on_host, table_of, terms_of
 from dsa_jax.sampling import Sampling
 
 ADMITTED = 8  # requests that one call of the admission program takes
@@ -96,10 +96,15 @@ class Engine:
         """
         prompt = np.asarray(tokens, np.int64).reshape(-1)
         stops = (self.model.config.eos_token_id,) if stop_ids is None else tuple(stop_ids)
+        sampling = Sampling.of(1) if sampling is None else sampling
+        if sampling.temperature.shape != (1,):
+            raise ValueError(
+                f"The sampling has values of shape {sampling.temperature.shape}; give that of one request, Sampling.of(1)."
+            )
         self._refuse(prompt, max_new_tokens, stops, images)
         request = Request(
             self._next_id, prompt.tolist(), len(prompt), max_new_tokens,
-            Sampling.of(1) if sampling is None else sampling, stops, images,
+            on_host(sampling), stops, images,
         )  # fmt: skip
         self._next_id += 1
         self._requests[request.id] = request
@@ -238,7 +243,8 @@ class Engine:
         self._copy(copies)
         for first in range(0, len(admitted), ADMITTED):
             part = slice(first, first + ADMITTED)
-            self._slots = self.model.programs.admit(self._slots, self._store, *self._admission(admitted[part], places[part]))
+            arguments = self._admission(admitted[part], places[part])
+            self._slots = self.model.programs.admit(self._slots, self._store, *arguments)
         return events
 
     def _place(self, request: Request, places: list[int], copies: list[tuple[int, int]]) -> str:
@@ -342,8 +348,9 @@ class Engine:
         if not running:
             return []
         size = next(n for n in self.sizes.decode_rows if n >= len(running))
-        padded = list(self._rows) if size == self.sizes.max_batch else running + [None] * (size - len(running))
-        padded = [r if r is not None and r.state == "decode" else None for r in padded]
+        padded = running + [None] * (size - len(running))
+        if size == self.sizes.max_batch:  # all rows, each at its own place
+            padded = [r if r in running else None for r in self._rows]
         with jax.transfer_guard_device_to_host("disallow"):
             out = self._run_decode(padded)
         events, ended = [], []
@@ -415,12 +422,13 @@ class Engine:
     def _own_pages(self, request: Request, first: int) -> None:
         """Copies pages first, first + 1, .. of the request that others hold too, so that it may write them."""
         shared = [i for i in range(first, len(request.pages)) if self._pool.is_shared(request.pages[i])]
-        while not self._prefixes.make_room(len(shared)):
+        if not self._prefixes.make_room(len(shared)):
             raise ValueError(
                 f"Request {request.id} shares {len(shared)} pages that it would have to copy, and {self.free_pages} are "
                 "free. Try again when another request has ended."
             )
-        shared = [i for i in shared if self._pool.is_shared(request.pages[i])]  # making room may have freed the others' hold
+        # Making room may have ended the other holds.
+        shared = [i for i in shared if self._pool.is_shared(request.pages[i])]
         copies = []
         for i, page in zip(shared, self._pool.allocate(len(shared)), strict=True):
             copies.append((request.pages[i], page))

@@ -67,7 +67,8 @@ class Programs:
         def admit(slots, store, rows, places, table, terms):
             cache = restore_requests(slots.cache, rows, store, places)
             cache = replace(cache, block_table=ops.scatter_rows(cache.block_table, rows, table))
-            return Slots(cache, slots.logits, jax.tree.map(lambda old, new: ops.scatter_rows(old, rows, new), slots.terms, terms))
+            terms = jax.tree.map(lambda old, new: ops.scatter_rows(old, rows, new), slots.terms, terms)
+            return Slots(cache, slots.logits, terms)
 
         def keep(store, places, slots, rows):
             return save_requests(store, places, slots.cache, rows)
@@ -76,7 +77,8 @@ class Programs:
             return replace(slots, cache=copy_pages(slots.cache, source, target))
 
         def rewind(slots, length, table):
-            return replace(slots, cache=replace(slots.cache, length=jnp.minimum(slots.cache.length, length), block_table=table))
+            length = jnp.minimum(slots.cache.length, length)
+            return replace(slots, cache=replace(slots.cache, length=length, block_table=table))
 
         def counted(name, function, **options):
             def traced(*arguments):

@@ -1,5 +1,6 @@
 """What the engine knows of one request, on the host."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -16,13 +17,14 @@ STOP_IDS = 8  # how many a request may have
 @dataclass
 class Request:
     """One request. tokens: prompt, then what was generated. fed: how many of them the cache holds, and most_fed the
-    most that it ever held. slot: its row of the engine's arrays, and pages: its pages, from its admission on."""
+    most that it ever held. sampling: as `on_host` gives it. slot: its row of the engine's arrays, and pages: its pages, from
+    its admission on."""
 
     id: int
     tokens: list[int]
     prompt_tokens: int
     max_new_tokens: int
-    sampling: Sampling
+    sampling: tuple[np.ndarray, ...]
     stop_ids: tuple[int, ...]
     images: Sequence[Any] = ()
     state: Literal["queued", "prefill", "decode"] = "queued"
@@ -51,19 +53,28 @@ def table_of(requests: Sequence[Request | None], width: int) -> np.ndarray:
     return table
 
 
+def on_host(sampling: Sampling) -> tuple[np.ndarray, ...]:
+    """(temperature, top_k, top_p, key data) of one request, read from the device once."""
+    return jax.device_get((sampling.temperature, sampling.top_k, sampling.top_p, jax.random.key_data(sampling.key)))
+
+
+@functools.cache
+def _nobody() -> tuple[np.ndarray, ...]:
+    return on_host(Sampling.of(1))
+
+
 def terms_of(requests: Sequence[Request | None]) -> Terms:
     """How requests decode, as arrays on the host (None: one that does not)."""
-    nobody = Sampling.of(1)
-    samplings = [nobody if r is None else r.sampling for r in requests]
+    temperature, top_k, top_p, key = zip(*(_nobody() if r is None else r.sampling for r in requests), strict=True)
     stops = np.full((len(requests), STOP_IDS), -1, np.int32)
     for row, request in zip(stops, requests, strict=True):
         if request is not None:
             row[: len(request.stop_ids)] = request.stop_ids
     return Terms(
-        temperature=np.concatenate([np.asarray(s.temperature, np.float32) for s in samplings]),
-        top_k=np.concatenate([np.asarray(s.top_k, np.int32) for s in samplings]),
-        top_p=np.concatenate([np.asarray(s.top_p, np.float32) for s in samplings]),
-        key=np.concatenate([np.asarray(jax.random.key_data(s.key)) for s in samplings]),
+        temperature=np.concatenate(temperature),
+        top_k=np.concatenate(top_k),
+        top_p=np.concatenate(top_p),
+        key=np.concatenate(key),
         stop_ids=stops,
         limit=np.array([0 if r is None else r.most_tokens - 1 for r in requests], np.int32),
     )
