@@ -132,13 +132,7 @@ def test_configurations_check_themselves():
 
 
 def test_held_back_until_it_has_run():
-    held = [
-        (heads, width)
-        for heads in (8, 16, 24, 32, 64, 96, 128)
-        for width in sm90.WIDTHS
-        if sm90.unproven("sparse_attention", (jax.ShapeDtypeStruct((1, heads, width), BF16),))
-    ]
-    assert held == [(32, 576), (96, 576)]
+    assert "changed after it last ran" in sm90.unproven("sparse_attention", ())
 
 
 def test_named_shapes():
