@@ -102,6 +102,11 @@ def test_ac_69_stored_bytes_become_operands(name):
             block = values[32 * half : 32 * half + 32, 128 * part : 128 * part + 128]
             np.testing.assert_array_equal(found, rows.value_order(block.T))
             np.testing.assert_array_equal(rows.value_order_back(found), block.T)
+        for first, columns in [(128 * c, 128) for c in range(4)] + [(512, 64)] * (width == 576):
+            unpacked = Memory(np.zeros((64, columns), BF16))
+            rows.unpack(*memory, emulator.value(0), unpacked, first, (layout,))
+            expected = tile(values[:, first : first + columns].astype(BF16), 64)
+            np.testing.assert_array_equal(unpacked.array.reshape(-1), expected.reshape(-1))
 
 
 def tile(array, swizzle):

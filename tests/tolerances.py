@@ -77,3 +77,10 @@ TABLE |= {
     "model.latent_forms.f32": (2e-5, "float32 products of 128 terms before and after a softmax, scores of up to 20"),
     "model.mla.bf16": (0.03, "bf16 roundings of scores and outputs; golden/README.md states 0.03"),
 }
+
+# ---------------------------------------------------------------- decode kernels
+
+TABLE |= {
+    "kernels_decode.out": (1.5e-3, "relative; bf16 probabilities, 2^-9 each, rounded against other maxima; products exact"),
+    "kernels_decode.lse": (3e-6, "natural log of a float32 sum in another order, through powers of two"),
+}

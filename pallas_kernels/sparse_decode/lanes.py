@@ -19,13 +19,12 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention.online_softmax import START
 from pallas_kernels.sparse_decode import rows
-from pallas_kernels.sparse_decode.rows import SCALAR, WGMMA, asm, i32, i32_type, permute
+from pallas_kernels.sparse_decode.rows import HALF_TILE, SCALAR, WGMMA, asm, i32, i32_type, permute
 
 PER_HEAD = WGMMA.reduce(0)
 PER_TOKEN = WGMMA.reduce(1)
 LANE_SUMS = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
 TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-HALF_TILE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 MATH = 2  # warpgroups that do arithmetic
 VALUES = 512
 _LANE_BITS = (16, 8, 4)  # of lanes that have the same heads

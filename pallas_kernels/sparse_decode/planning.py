@@ -35,8 +35,11 @@ class DecodeSchedule:
 
 
 def head_groups(heads: int) -> int:
-    """Thread blocks among which the heads of a row are divided."""
-    return -(-heads // HEADS)
+    """Thread blocks among which the heads of a row are divided: as few as give each as many, a multiple of 8."""
+    groups = -(-heads // HEADS)
+    while heads % 8 == 0 and heads // 8 % groups:
+        groups += 1
+    return groups
 
 
 def list_blocks(widths: tuple[int, ...], lengths) -> list:

@@ -31,6 +31,7 @@ BLOCK = 64  # rows that are staged together
 DOWN = 48  # quantised rows are read 2^-48 times their value
 WGMMA = plgpu.Layout.WGMMA
 SCALAR = plgpu.Layout.WG_SPLAT(())
+HALF_TILE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 _TO_BF16 = 120  # an E4M3 number's bits, three places from the top of a bf16 number's, are 2^-120 times its value
 
 
@@ -449,6 +450,87 @@ def _value_words(words):
     return list(registers.flat)
 
 
+def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tuple[Staged, ...], decoded_ref=None):
+    """Values first .. of all 64 rows of a block as bf16 to tile_ref [64, 64 or 128] (HALF_TILE), by a warpgroup.
+
+    For tensor cores that take no left operand from registers. The values are in their own order.
+    """
+    columns = tile_ref.shape[1]
+
+    def twin(_, scale_ref, odd_ref, which, tile_ref):
+        tile_ref[...] = decoded_ref[:, pl.ds(first, columns)]
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, plgpu.RefType(HALF_TILE)), twin=twin
+    )
+    def write(_, raw_ref, scale_ref, odd_ref, which, tile_ref):
+        raw, scales, to = (utils.memref_ptr(ref) for ref in (raw_ref, scale_ref, tile_ref))
+        four = ir.VectorType.get((4,), i32_type())
+        pieces = columns // 16
+        thread = arith.remui(own_thread(), i32(128))
+        for k in range(BLOCK * pieces // 128):
+            piece = arith.addi(thread, i32(128 * k))
+            row, column = arith.divui(piece, i32(pieces)), arith.muli(arith.remui(piece, i32(pieces)), i32(16))
+
+            def of(layout, row=row, column=column):
+                base = arith.muli(row, i32(layout.stride))
+                value = arith.addi(column, i32(first))
+
+                def bf16():
+                    at = arith.muli(arith.subi(value, i32(layout.quantised)), i32(2))
+                    at = arith.addi(arith.addi(base, at), i32(layout.tail))
+                    words = _load_four(raw, at) + _load_four(raw, arith.addi(at, i32(16)))
+                    return [llvm.bitcast(i32_type(), _down(word, layout.down)) for word in words]
+
+                def quantised(convert):
+                    if layout.kind == "fp4":
+                        packed = _load_two(raw, arith.addi(base, arith.divui(value, i32(2))))
+                        fours = [word if not half else arith.shrui(word, i32(16)) for word in packed for half in range(2)]
+                        pairs = [_fp4_pairs(f, across=False) for f in fours]
+                    else:
+                        pairs = [_fp8_pairs(word) for word in _load_four(raw, arith.addi(base, value))]
+                    words = []
+                    for two in pairs:
+                        a, b = (llvm.bitcast(i32_type(), convert(pair)) for pair in two)
+                        words += [permute(a, b, 0x5410), permute(a, b, 0x7632)]
+                    return words
+
+                def exact():
+                    group = arith.minsi(arith.divui(value, i32(layout.group)), i32(layout.groups - 1))
+                    at = arith.addi(arith.muli(group, i32(2 * BLOCK)), arith.muli(row, i32(2)))
+                    factor = _twice(_load(scales, at, 16))
+                    return quantised(lambda pair: _times(pair, factor))
+
+                def general():
+                    at = arith.addi(base, arith.muli(arith.divui(value, i32(layout.group)), i32(4)))
+                    factor = llvm.bitcast(ir.F32Type.get(), _load(raw, arith.addi(at, i32(layout.scale)), 32))
+                    return quantised(lambda pair: _times_floats(pair, factor, factor))
+
+                if first >= layout.quantised:
+                    return bf16()
+                if layout.format == V32():
+                    return _if(_is_odd(odd_ref), general, exact, [i32_type()] * 8)
+                if first + columns > layout.quantised:
+                    tail = arith.cmpi(arith.CmpIPredicate.sge, value, i32(layout.quantised))
+                    return _if(tail, bf16, exact, [i32_type()] * 8)
+                return exact()
+
+            words = _by_layout(which, layouts, of, [i32_type()] * 8)
+            within = arith.remui(row, i32(8))
+            at = arith.addi(
+                arith.muli(arith.divui(row, i32(8)), i32(columns // 32 * 512)),
+                arith.addi(arith.muli(arith.divui(column, i32(32)), i32(512)), arith.muli(within, i32(64))),
+            )
+            for part in range(2):
+                chunk = arith.addi(arith.divui(arith.remui(column, i32(32)), i32(8)), i32(part))
+                chunk = arith.xori(chunk, arith.divui(within, i32(2)))  # the 64-byte swizzle
+                place = arith.addi(at, arith.muli(chunk, i32(16)))
+                vectors = vector.from_elements(four, words[4 * part : 4 * part + 4])
+                llvm.store(vectors, utils.getelementptr(to, [place], _i8()), alignment=16)
+
+    write(raw_ref, scale_ref, odd_ref, which, tile_ref)
+
+
 def _fp8_pairs(word):
     """Four FP8 numbers as 2^-120 times bf16 numbers: the first and third as a pair, then the second and fourth."""
     sign, rest = i32(0x80008000), i32(0x07F007F0)
@@ -582,6 +664,11 @@ def _load(pointer, at, bits):
 def _load_two(pointer, at):
     words = llvm.load(ir.VectorType.get((2,), i32_type()), utils.getelementptr(pointer, [at], _i8()), alignment=8)
     return [vector.extract(words, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2)]
+
+
+def _load_four(pointer, at):
+    words = llvm.load(ir.VectorType.get((4,), i32_type()), utils.getelementptr(pointer, [at], _i8()), alignment=16)
+    return [vector.extract(words, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
 
 
 def _twice(half_word):

@@ -116,8 +116,7 @@ def _require(q, caches, lists, scale, v_width, p_dtype, out_dtype):
 
 def heads_of_block(heads: int) -> int:
     """Heads of a thread block: a multiple of 8, up to 64."""
-    groups = planning.head_groups(heads)
-    return -(-heads // groups // 8) * 8
+    return heads // planning.head_groups(heads)
 
 
 def _stages(heads, width, layouts, config):
@@ -169,19 +168,20 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
         at = dict(zip(scratch, scratch_refs))
         full = gather.CopyBarriers(at["full"], stages)
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
-        head = jnp.minimum(lax.axis_index("group") * used, heads - used)
+        head = lax.axis_index("group") * used
 
         def every_segment(step, state):
             return lax.fori_loop(first_ref[thread], first_ref[thread + 1], step, state)
 
         def place(i):
-            """Row, number of the part, entries and blocks of the lists that count, and the blocks [begin, end)."""
+            """Row, number of the part, entries and blocks of the lists that count, and the blocks begin .. end - 1, of
+            which those from stop on are none: an empty part is one block of nothing."""
             row = segment_ref[i, 0]
             seen = [jnp.clip(ref[row], 0, k) for ref, k in zip(count_refs, widths)]
             tiles = [(n + BLOCK - 1) // BLOCK for n in seen]
             begin = 2 * segment_ref[i, 1]
-            end = jnp.minimum(2 * segment_ref[i, 2], sum(tiles))
-            return row, segment_ref[i, 3], seen, tiles, begin, jnp.maximum(end, begin + 1)
+            stop = jnp.minimum(2 * segment_ref[i, 2], sum(tiles))
+            return row, segment_ref[i, 3], seen, tiles, begin, stop, jnp.maximum(stop, begin + 1)
 
         def list_of(block, tiles):
             return jnp.int32(0) if many == 1 else jnp.where(block < tiles[0], 0, 1)
@@ -190,7 +190,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
             plgpu.set_max_registers(config.gather, action="decrease")
 
             def segment(i, position):
-                row, _, seen, tiles, begin, end = place(i)
+                row, _, seen, tiles, begin, stop, end = place(i)
 
                 def look_up(block):
                     which = list_of(block, tiles)
@@ -200,7 +200,8 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                         second = which == 1
                         start = (block - jnp.where(second, tiles[0], 0)) * BLOCK
                         k, count = jnp.where(second, widths[1], widths[0]), jnp.where(second, seen[1], seen[0])
-                    return gather.look_up(list_refs, limits, which + 1, row * k + start, count - start), which
+                    count = jnp.where(block < stop, count - start, 0)
+                    return gather.look_up(list_refs, limits, which + 1, row * k + start, count), which
 
                 def fill(j, state):
                     places, which, position = state
@@ -295,7 +296,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
 
             def segment(i, state):
                 position, turn = state
-                row, part, _, tiles, begin, end = place(i)
+                row, part, _, tiles, begin, _, end = place(i)
                 lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg)
                 pl.when(wg == 0)(functools.partial(maxima.reset, turn))
                 plgpu.commit_smem()

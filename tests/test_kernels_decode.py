@@ -1,0 +1,106 @@
+"""The Hopper decode kernel in the GPU interpreter, races included, and what it compiles to."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances
+
+from pallas_kernels import Model1, PagedRows, Plain, V32, V41MXFP8, V41NVFP4, aot, dispatch, sparse_decode
+from pallas_kernels.sparse_decode import sm90
+
+BF16 = jnp.bfloat16
+V41 = (V41MXFP8(), V41NVFP4())
+CASES = {  # formats, widths of the lists, heads, how lists are split
+    "v41": (V41, (70, 130), 16, {}),
+    "v41 in three parts": (V41, (70, 130), 8, {"num_splits": 3}),
+    "v32": (V32(), (200,), 72, {"split_size": 128}),
+    "model1": ((Model1(), Model1()), (70, 130), 8, {}),
+    "plain": (Plain(512, BF16), (140,), 8, {}),
+}
+
+
+def cache_of(format, seed):
+    """Six pages with a stride wider than need be."""
+    page_size = 7 + seed
+    rows = np.random.default_rng(seed).standard_normal((6 * page_size, format.width)).astype(np.float32)
+    rows[2] = np.nan  # of a slot that no list has: nothing may touch it
+    if isinstance(format, Plain):
+        cache = PagedRows.zeros(format, 6, page_size)
+    else:
+        stride = -(-format.page_bytes(page_size) // 16) * 16 + 32
+        cache = PagedRows(jnp.full((6, stride), 255, jnp.uint8), format, page_size)
+    return jax.jit(PagedRows.scatter)(cache, jnp.arange(len(rows), dtype=jnp.int32), jnp.asarray(rows))
+
+
+@pytest.mark.parametrize("name", [n if n == "v41" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_sm90_attends_as_the_reference(name):
+    """Slots that are none or listed twice, lists that end early, a row with nothing, parts, several rows a block."""
+    formats, widths, heads, ways = CASES[name]
+    formats = formats if isinstance(formats, tuple) else (formats,)
+    rng = np.random.default_rng(3)
+    width = formats[0].width
+    caches = tuple(cache_of(format, seed) for seed, format in enumerate(formats))
+    q = jnp.asarray(rng.standard_normal((3, 1, heads, width)), BF16)
+    lists = [rng.integers(-9, cache.num_slots + 9, (3, 1, k)) for cache, k in zip(caches, widths)]
+    lists = tuple(jnp.asarray(np.where(slots == 2, 2**30, slots), jnp.int32) for slots in lists)
+    lengths = [rng.integers(1, k + 1, (3, 1)) for k in widths]
+    for length in lengths:
+        length[1] = 0
+    lengths = tuple(jnp.asarray(length, jnp.int32) for length in lengths)
+    sink = jnp.asarray(rng.standard_normal(heads), jnp.float32).at[0].set(-jnp.inf).at[1].set(jnp.inf)
+
+    def run(implementation, **ways):
+        return sparse_decode(
+            q, caches, lists, topk_lengths=lengths, sink=sink, scale=width**-0.5, v_width=512, out_dtype=jnp.float32,
+            implementation=implementation, **ways,
+        )  # fmt: skip
+
+    wanted, wanted_lse = run("reference")
+    found, lse = run("interpret_sm90", **ways)
+    assert float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)) < tolerances.of("kernels_decode.out")
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(wanted_lse))
+    finite = np.isfinite(wanted_lse)
+    np.testing.assert_allclose(lse[finite], wanted_lse[finite], atol=tolerances.of("kernels_decode.lse"))
+    assert not np.asarray(found)[1].any() and not np.asarray(found)[:, :, 1].any()
+
+
+def test_what_the_kernel_does_not_carry():
+    q, slots = jnp.zeros((1, 1, 8, 512), BF16), (jnp.zeros((1, 1, 64), jnp.int32),)
+    cache = PagedRows.zeros(V41MXFP8(), 2, 64)
+
+    def run(q=q, cache=cache, **options):
+        return sparse_decode(q, (cache,), slots, scale=1.0, implementation="interpret_sm90", **options)
+
+    odd_stride = PagedRows(jnp.zeros((2, 528 * 64 + 8), jnp.uint8), V41MXFP8(), 64)
+    cases = [
+        (lambda: run(q.astype(jnp.float32)), "q have float32"),
+        (lambda: run(q[:, :, :4]), "multiples of 8 heads from 8 to 128, not 4"),
+        (lambda: run(v_width=256), "values of 512, not of 256"),
+        (lambda: run(cache=odd_stride), "make the page stride a multiple of 16"),
+        (lambda: run(cache=PagedRows.zeros(Plain(512, jnp.float32), 2, 64)), "reads V32"),
+        (lambda: run(out_dtype=jnp.float16), "bfloat16 or float32"),
+        (lambda: sm90.TuningConfig(math=240, gather=40), "504 registers together"),
+    ]
+    for call, sentence in cases:
+        with pytest.raises((NotImplementedError, ValueError), match=sentence):
+            call()
+
+
+def test_ac_76_the_kernel_is_held_back_until_it_has_run():
+    """Never chosen by itself: the reference runs, and one line says why."""
+    with pytest.raises(NotImplementedError, match="name it to run it"):
+        dispatch._refuse_unproven(sm90.sparse_decode, "sparse_decode", ())
+
+
+@pytest.mark.slow
+def test_compiles_for_hopper():
+    if (reason := aot.missing()) is not None:
+        pytest.skip(reason)
+    report = aot.compile_report(("h200",), "sparse_decode")
+    assert report.kernels and not report.unsupported, report.text()
+    for kernel in report.kernels:
+        if kernel.kernel == "body" and kernel.smem:
+            assert kernel.instructions["HGMMA"] >= 48 and kernel.instructions["LDGSTS"] >= 16, report.text()
+        # At 64 heads the sums take 128 registers of 232; a few addresses are kept in local memory, outside of products.
+        assert kernel.spill_stores <= 100 and kernel.spill_loads <= 100, report.text()
