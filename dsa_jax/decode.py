@@ -125,11 +125,11 @@ class LanguageModel:
 
     def new_cache(self, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()) -> Cache:
         """An empty cache for `requests` requests of up to `max_tokens` tokens each."""
-        return self.on_devices(self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes))
 
-    def on_devices(self, arrays: Any) -> Any:
-        """A pytree of arrays where the model runs: whole on every device of its mesh."""
-        return arrays if self.mesh is None else jax.device_put(arrays, sharding.everywhere(self.mesh))
+        def empty():
+            return self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes)
+
+        return empty() if self.mesh is None else jax.jit(empty, out_shardings=sharding.everywhere(self.mesh))()
 
     def capacity(self, cache: Cache) -> int:
         """How many tokens a request of `cache` may hold."""

@@ -1,11 +1,13 @@
 """Runs in a process of its own, which simulates devices: one family on several meshes against one device.
 
 Arguments: the family, then meshes such as tp=2,ep=4. Prints a line for each; an assertion that fails ends the process.
+With --processes ADDRESS COUNT INDEX before them it is one of several processes whose devices make the mesh together.
 """
 
 import importlib
 import math
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +16,19 @@ from flax import nnx
 
 from dsa_jax import sharding
 from dsa_jax.decode import LanguageModel
+from dsa_jax.demo import write_demo_checkpoint
+from dsa_jax.loading import load_model
 from dsa_jax.numerics import numerics
 from dsa_jax.sampling import Sampling
 from dsa_jax.tolerances import TOLERANCES
+
+load = importlib.import_module("dsa_jax.weights.load")  # the package's name `load` is the function
 
 # Heads, groups and experts that 8 devices divide, in whole tiles; a vocabulary that they do not.
 COMMON = dict(vocab_size=61, num_attention_heads=8, index_n_heads=8, n_routed_experts=16)
 CHANGES = {
     "v41": dict(o_groups=8, dspark_n_routed_experts=8, image_token_id=60),
-    "v4": dict(o_groups=8, head_dim=96),
+    "v4": dict(o_groups=8, head_dim=96, qk_rope_head_dim=32),
     "v32": dict(qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128, index_head_dim=128),
 }
 TINY = {"v41": "tiny", "v4": "tiny_v4", "v32": "tiny_v32"}
@@ -45,20 +51,31 @@ def on_mesh(lm: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
     return LanguageModel(nnx.merge(graphdef, state), lm.numerics, mesh=mesh)
 
 
+def whole(x: jax.Array) -> np.ndarray:
+    """The value of an array that every device holds alike, to the bit."""
+    first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
+    assert first.shape == x.shape
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+    return first
+
+
 def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
     """Logits and taps of a chunk of two requests; with `decode` the tokens that decoding adds to it, and a draft."""
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, 59, (2, 24)).astype(np.int32)
     logits, cache, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32))
-    found = {name: np.asarray(x) for name, x in taps.items()} | {"logits": np.asarray(logits)}
+    found = {name: whole(x) for name, x in taps.items()} | {"logits": whole(logits)}
+    for leaf in jax.tree.leaves(cache):
+        whole(leaf)
     if not decode:
         return found
     last = jnp.stack([logits[0, 23], logits[1, 18]])
     done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
     cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4)
-    found |= {"after": np.asarray(after), "new": np.asarray(new)}
+    found |= {"after": whole(after), "new": whole(new)}
     if hasattr(lm.family.model, "draft"):
-        found["draft"] = np.asarray(lm.draft(cache, np.array([3, 5], np.int32)).logits)
+        found["draft"] = whole(lm.draft(cache, np.array([3, 5], np.int32)).logits)
     return found
 
 
@@ -77,6 +94,41 @@ def compare(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> floa
     return float(np.abs(wanted["logits"] - found["logits"]).max())
 
 
+def check_load(family: str) -> None:
+    """A checkpoint on four devices: every part has the file's bytes, and no process reads what its devices do not hold."""
+    devices = jax.devices()[::2] if jax.process_count() > 1 else jax.devices()[:4]
+    mesh = sharding.make_mesh(devices, **({"ep": 2, "tp": 2} if family == "v41" else {"ep": 4}))
+    copied = []
+    read = load._read
+    load._read = lambda entry, index, out: copied.append(out.nbytes) or read(entry, index, out)
+    with tempfile.TemporaryDirectory() as directory:
+        write_demo_checkpoint(directory, family=family)
+        one = load_model(directory, progress=False)
+        everything = sum(copied)
+        copied.clear()
+        lm = load_model(directory, progress=False, mesh=mesh)
+    load._read = read
+    held = 0
+    for name, wanted in one.parameters().items():
+        found, wanted = lm.parameter(name), np.asarray(wanted)
+        assert found.dtype == wanted.dtype, name
+        filled = np.zeros(found.shape, wanted.dtype)
+        filled[tuple(slice(size) for size in wanted.shape)] = wanted
+        parts = {}
+        for shard in found.addressable_shards:
+            np.testing.assert_array_equal(bits(shard.data), bits(filled[shard.index]), err_msg=name)
+            parts[str(shard.index)] = wanted[shard.index].nbytes
+        held += sum(parts.values()) if name != "token_map" else 0
+    assert sum(copied) == held, (sum(copied), held)
+    assert jax.process_count() == 1 or held < 0.8 * everything
+    print(f"{family}: {held} of {everything} bytes read", flush=True)
+
+
+def bits(x: jax.Array | np.ndarray) -> np.ndarray:
+    """The bytes of an array."""
+    return np.ascontiguousarray(np.asarray(x)).view(np.uint8)
+
+
 def main(family: str, meshes: list[str]) -> None:
     """Decodes on the last mesh alone, since a program takes long to compile."""
     lm = one_device(family)
@@ -89,4 +141,10 @@ def main(family: str, meshes: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    arguments = sys.argv[1:]
+    if arguments[0] == "--processes":
+        address, count, index = arguments[1:4]
+        jax.distributed.initialize(address, int(count), int(index))
+        arguments = arguments[4:]
+    check_load(arguments[0])
+    main(arguments[0], arguments[1:])

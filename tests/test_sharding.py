@@ -1,0 +1,231 @@
+"""Several devices: the rules, what they refuse, the plan; and, in processes of their own, models on simulated devices."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+import tiny_v4
+import tiny_v32
+from official_v4 import official_v4_config
+from official_v41 import official_config
+
+from dsa_jax import cli, ranks, sharding
+from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.demo import write_demo_checkpoint
+from dsa_jax.device_plan import GIB, plan_devices
+from dsa_jax.inventory import inventory_of
+from dsa_jax.loading import abstract_parameters, load_model
+
+HERE = Path(__file__).parent
+
+
+def shapes_of(config):
+    return {path: leaf.shape for path, leaf in abstract_parameters(config).items()}
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.fixture(scope="module")
+def shapes():
+    """Parameters of the three families by path."""
+    return {name: shapes_of(module.tiny_config()) for name, module in (("v41", tiny), ("v4", tiny_v4), ("v32", tiny_v32))}
+
+
+def divided(shapes):
+    """Parameter without numbers -> logical axes, of those that a rule divides."""
+    found = {re.sub(r"(?<=\.)\d+\.", "", path): sharding.logical_axes(path) for path in shapes}
+    return {path: axes for path, axes in found.items() if axes}
+
+
+EXPERTS = {f"layers.ffn.experts.w{i}.{kind}": ("experts",) for i in (1, 2, 3) for kind in ("weight", "scale")}
+QUANTISED = ("weight", "scale")
+COMMON = (
+    EXPERTS
+    | {"embed.weight": ("vocabulary",), "head.weight": ("vocabulary",)}
+    | {f"layers.attn.{name}.{kind}": ("heads",) for name in ("wq_b",) for kind in QUANTISED}
+    | {f"layers.attn.indexer.wq_b.{kind}": ("index_heads",) for kind in QUANTISED}
+    | {"layers.attn.indexer.weights_proj.weight": ("index_heads",)}
+)
+SHARED_KV = (
+    {f"layers.attn.wo_a.{kind}": ("heads",) for kind in QUANTISED}
+    | {f"layers.attn.wo_b.{kind}": (None, "heads") for kind in QUANTISED}
+    | {"layers.attn.attn_sink": ("heads",)}
+)
+DRAFTS = {
+    "mtp." + path.removeprefix("layers."): axes
+    for path, axes in (COMMON | SHARED_KV).items()
+    if path.startswith("layers.") and ".indexer." not in path
+}
+EXPECTED = {
+    "v41": COMMON
+    | SHARED_KV
+    | DRAFTS
+    | {f"layers.engram.embed.{kind}": ("table_rows",) for kind in QUANTISED}
+    | {f"mtp.markov_head.{name}.weight": ("vocabulary",) for name in ("embed", "head")},
+    "v4": COMMON | SHARED_KV | DRAFTS,
+    "v32": COMMON
+    | {f"layers.attn.wkv_b.{kind}": ("heads",) for kind in QUANTISED}
+    | {f"layers.attn.wo.{kind}": (None, "heads") for kind in QUANTISED},
+}
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_is_divided_and_nothing_else(shapes, family):
+    assert divided(shapes[family]) == EXPECTED[family]
+
+
+def test_rows_of_tables_and_vocabulary_are_filled_up_and_nothing_else():
+    sizes = {"ep": 4, "tp": 2}
+    assert sharding.placed_shape("embed.weight", (61, 64), sizes) == (62, 64)
+    assert sharding.placed_shape("layers.1.engram.embed.scale", (1001, 8), sizes) == (1008, 8)
+    assert sharding.placed_shape("layers.1.ffn.experts.w1.scale", (16, 3, 5), sizes) == (16, 3, 5)
+
+
+def test_a_layer_outside_of_a_mesh_exchanges_nothing():
+    x, ids = jnp.arange(6.0).reshape(3, 2), jnp.array([2, -1, 3])
+    assert ranks.total(x, "heads") is x and ranks.joined(x, "vocabulary", 0) is x and ranks.own(ids, "experts", 3) is ids
+    np.testing.assert_array_equal(ranks.lookup(x, ids, "vocabulary"), [[4, 5], [0, 0], [0, 0]])
+
+
+def test_meshes_that_are_refused():
+    one = jax.devices()[:1]
+    with pytest.raises(ValueError, match="A mesh of tp=2 has 2 places for 1 devices: give sizes that multiply"):
+        sharding.make_mesh(one, tp=2)
+    with pytest.raises(ValueError, match="its axes are dp, ep, tp, cp"):
+        sharding.make_mesh(one, sp=1)
+    assert dict(sharding.make_mesh(one).shape) == {"dp": 1, "ep": 1, "tp": 1, "cp": 1}
+
+
+def refused(config, **sizes):
+    with pytest.raises(ValueError) as caught:
+        sharding.check(config, shapes_of(config), sizes)
+    return str(caught.value)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    config = tiny.tiny_config(num_attention_heads=4)
+    message = refused(config, tp=4)
+    assert "The model does not fit a mesh of tp=4" in message
+    assert "tp = 4 does not divide o_groups = 2: use 1, 2" in message
+    assert "tp = 4 does not divide index_n_heads = 2" in message
+    assert "num_attention_heads" not in message
+    assert "ep x tp x cp = 3 does not divide n_routed_experts = 4: use 1, 2, 4" in refused(config, ep=3)
+    assert "requests and caches are not divided" in refused(config, dp=2)
+    # Tiles of 128 rows and 64 values of a head: a scale would belong to two devices.
+    message = refused(tiny_v32.tiny_config(), tp=2)
+    assert "layers.0.attn.wo.weight" in message and "would cut its tiles of 128" in message
+    assert message.count(".attn.wo.weight") == 1  # of three layers alike
+    sharding.check(tiny.tiny_config(), shapes_of(tiny.tiny_config()), {"tp": 2, "ep": 2})
+
+
+# ---------------------------------------------------------------- the plan
+
+
+OFFICIAL = {
+    "v41": lambda: V41Config.from_dict(official_config()),
+    "v4": lambda: V4Config.from_dict(official_v4_config("flash")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OFFICIAL)
+def test_official_models_are_planned(family, unchecked):
+    config = OFFICIAL[family]()
+    inventory = inventory_of(config)
+    tensors = {name: spec for name, spec in inventory.tensors(config).items() if not re.match("vision|aligner", name)}
+    cache = inventory.caches(config, 131072, 8)
+    one, eight, more = (plan_devices(config, tensors, cache, n, 141 * GIB) for n in (1, 8, 16))
+    assert one.total == sum(spec.nbytes for spec in tensors.values()) + cache.total + 2 * GIB
+    assert eight.mesh == {"ep": 1, "tp": 8} and more.mesh == {"ep": 2, "tp": 8}  # eight groups of the output projection
+    on_each = sum(share.nbytes for share in eight.shares if share.divided == "on each")
+    assert eight.total - on_each == pytest.approx((one.total - on_each) / 8, rel=1e-6)
+    assert more.total < eight.total and more.fits and eight.fits
+
+    def experts(plan):
+        return sum(share.nbytes for share in plan.shares if share.part == "experts")
+
+    assert experts(one) == 8 * experts(eight) == 16 * experts(more)
+
+
+def test_the_plan_says_what_is_too_large(tmp_path, capsys):
+    """The command: exit status 0 where the model fits, 1 where it does not, and which parts take most."""
+    write_demo_checkpoint(tmp_path)
+    command = ["inspect", str(tmp_path), "--context", "4096", "--batch", "4", "--devices", "2"]
+    assert cli.main(command) == 0
+    out = capsys.readouterr().out
+    assert "One of 2 devices of 80.00 GiB" in out and "Fits: mesh ep=1, tp=2" in out
+    assert cli.main([*command, "--device-memory", "1"]) == 1
+    out = capsys.readouterr().out
+    assert "Does not fit: a device of mesh ep=1, tp=2 would hold 2.0" in out
+    assert "Largest: work of a step 2.00 GiB (on each), " in out
+    command[-1] = "3"
+    assert cli.main(command) == 1
+    assert "No mesh of 3 devices carries this model:" in capsys.readouterr().out
+
+
+def test_a_mesh_of_one_device_runs_the_model(tmp_path):
+    """The loader's and the program's ways over a mesh, as far as one device goes."""
+    write_demo_checkpoint(tmp_path, family="v32")
+    mesh = sharding.make_mesh(jax.devices()[:1])
+    one, other = load_model(tmp_path, progress=False), load_model(tmp_path, progress=False, mesh=mesh)
+    for name, array in one.parameters().items():
+        np.testing.assert_array_equal(np.asarray(array), np.asarray(other.parameter(name)), err_msg=name)
+        assert other.parameter(name).sharding.mesh == mesh
+
+
+# ---------------------------------------------------------------- simulated devices
+
+
+def started(devices, *arguments):
+    environment = os.environ | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+    }
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "sharding_cases.py"), *arguments],
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def finished(*processes):
+    """What each printed; fails if one failed."""
+    printed = []
+    for process in processes:
+        out, _ = process.communicate(timeout=1200)
+        assert process.returncode == 0, out
+        printed.append(out)
+    return printed
+
+
+MESHES = {
+    "v41": ("tp=4", "ep=2", "tp=8", "tp=2,ep=4"),
+    "v4": ("ep=4", "tp=8", "tp=2,ep=2"),
+    "v32": ("tp=2", "tp=4", "ep=2", "tp=8", "tp=2,ep=4"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", MESHES)
+def test_ac_51_52_meshes_give_the_result_of_one_device(family):
+    (out,) = finished(started(8, family, *MESHES[family]))
+    assert out.count("arrays agree") == len(MESHES[family]), out
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_result_of_one():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    both = [started(4, "--processes", address, "2", str(index), "v32", "tp=2,ep=4") for index in range(2)]
+    assert all("29 arrays agree" in out for out in finished(*both))
