@@ -53,8 +53,18 @@ def sparse_decode(
     p_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, config=CONFIG,
 ):  # fmt: skip
     """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums; 8 to 128 heads."""
+    require(q, caches, lists, scale, v_width, p_dtype, out_dtype)
+    if stages_of(heads_of_block(q.shape[2]), q.shape[3], [rows.staged(cache.format) for cache in caches], config) < 2:
+        raise NotImplementedError(f"two blocks of 64 rows of {q.shape[3]} bf16 values and {q.shape[2]} queries do not fit.")
+    return decode(
+        functools.partial(attend, config=config), q, caches, lists, topk_lengths=topk_lengths, sink=sink, scale=scale,
+        num_splits=num_splits, split_size=split_size, schedule=schedule, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def decode(attend, q, caches, lists, *, topk_lengths, sink, scale, num_splits, split_size, schedule, out_dtype):
+    """What a kernel's `attend` is called with, and results in the shapes of the operation."""
     batch, per_request, heads, width = q.shape
-    _require(q, caches, lists, scale, v_width, p_dtype, out_dtype)
     total = batch * per_request
     flat = [None if length is None else length.reshape(total) for length in topk_lengths]
     full = [i for i, each in enumerate(lists) if each.shape[2] and caches[i].pages.shape[0]]
@@ -64,16 +74,14 @@ def sparse_decode(
     if schedule is None:
         widths = tuple(each.shape[2] for each in lists)
         schedule = planning.make_schedule(widths, flat, total, heads, split_size, num_splits)
-    # A list without rows keeps its place, because the schedule counts its blocks.
-    counts = [
+    counts = tuple(
         jnp.full(total, each.shape[2], jnp.int32) if length is None else jnp.clip(length, 0, each.shape[2])
         for each, length in zip(lists, flat)
-    ]
+    )
     sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
-    lists = tuple(each.reshape(total, -1) for each in lists)
     out, lse = attend(
-        q.reshape(total * heads, width), caches, lists, tuple(counts), sink, schedule, scale=float(scale),
-        heads=heads, out_dtype=jnp.dtype(out_dtype), config=config,
+        q.reshape(total * heads, width), caches, tuple(each.reshape(total, -1) for each in lists), counts, sink, schedule,
+        scale=float(scale), heads=heads, out_dtype=jnp.dtype(out_dtype),
     )  # fmt: skip
     return out.reshape(batch, per_request, heads, VALUES), lse.reshape(batch, per_request, heads)
 
@@ -83,35 +91,33 @@ def unproven(function, args):
     return "the sm90 kernel was compiled and interpreted, but never run on a GPU; name it to run it."
 
 
-def _require(q, caches, lists, scale, v_width, p_dtype, out_dtype):
-    """Raises NotImplementedError unless the kernel carries the call."""
+def require(q, caches, lists, scale, v_width, p_dtype, out_dtype, family="sm90"):
+    """Raises NotImplementedError unless the kernels of this operation carry the call."""
     _, _, heads, width = q.shape
     for name, dtype in (("q", q.dtype), ("probabilities", p_dtype)):
         if dtype != jnp.bfloat16:
-            raise NotImplementedError(f"the sm90 kernel takes bfloat16, and {name} have {jnp.dtype(dtype)}.")
+            raise NotImplementedError(f"the {family} kernel takes bfloat16, and {name} have {jnp.dtype(dtype)}.")
     if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"the sm90 kernel writes bfloat16 or float32, not {jnp.dtype(out_dtype)}.")
+        raise NotImplementedError(f"the {family} kernel writes bfloat16 or float32, not {jnp.dtype(out_dtype)}.")
     if v_width != VALUES:
-        raise NotImplementedError(f"the sm90 kernel takes values of {VALUES}, not of {v_width}.")
+        raise NotImplementedError(f"the {family} kernel takes values of {VALUES}, not of {v_width}.")
     if heads % 8 or not 8 <= heads <= 128:
-        raise NotImplementedError(f"the sm90 kernel takes multiples of 8 heads from 8 to 128, not {heads}.")
+        raise NotImplementedError(f"the {family} kernel takes multiples of 8 heads from 8 to 128, not {heads}.")
     if len(lists) > 2:
-        raise NotImplementedError(f"the sm90 kernel takes one or two lists, not {len(lists)}.")
+        raise NotImplementedError(f"the {family} kernel takes one or two lists, not {len(lists)}.")
     if not scale > 0:
-        raise NotImplementedError(f"the sm90 kernel takes a scale above 0, not {scale}.")
+        raise NotImplementedError(f"the {family} kernel takes a scale above 0, not {scale}.")
     for cache in caches:
         layout = rows.staged(cache.format)
         if layout.quantised and cache.pages.shape[1] % 16:
             raise NotImplementedError(
-                f"the sm90 kernel reads 16 bytes at a time, and pages have {cache.pages.shape[1]} bytes; make the page stride "
+                f"the {family} kernel reads 16 bytes at a time, and pages have {cache.pages.shape[1]} bytes; make the page stride "
                 "a multiple of 16."
             )
         if cache.pages[0].size * cache.pages.dtype.itemsize >= 2**31:
-            raise NotImplementedError("the sm90 kernel counts the bytes of a page in 31 bits.")
+            raise NotImplementedError(f"the {family} kernel counts the bytes of a page in 31 bits.")
         if cache.num_slots >= 2**31 or any(each.size >= 2**31 for each in lists):
-            raise NotImplementedError("the sm90 kernel counts slots and list entries in 31 bits.")
-    if _stages(heads_of_block(heads), width, [rows.staged(cache.format) for cache in caches], CONFIG) < 2:
-        raise NotImplementedError(f"two blocks of 64 rows of {width} bf16 values and {heads} queries do not fit.")
+            raise NotImplementedError(f"the {family} kernel counts slots and list entries in 31 bits.")
 
 
 def heads_of_block(heads: int) -> int:
@@ -119,7 +125,7 @@ def heads_of_block(heads: int) -> int:
     return heads // planning.head_groups(heads)
 
 
-def _stages(heads, width, layouts, config):
+def stages_of(heads, width, layouts, config):
     row_bytes = max(layout.stride for layout in layouts)
     groups = max(layout.groups for layout in layouts)
     each = BLOCK * (row_bytes + 2 * groups + 4) + 16
@@ -136,7 +142,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
     many = len(caches)
     layouts = tuple(rows.staged(cache.format) for cache in caches)
     widths, limits = [each.shape[1] for each in lists], [cache.num_slots for cache in caches]
-    stages = max(2, _stages(used, width, layouts, config))
+    stages = max(2, stages_of(used, width, layouts, config))
     chunks = width // 64
     interpreted = mosaic.is_interpreted()
     parts = max(schedule.parts, 1)
