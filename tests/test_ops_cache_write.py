@@ -92,12 +92,16 @@ def test_ac_60_written_pages_byte_for_byte(kind):
     found = write(cache, jnp.asarray(slots), jnp.asarray(rows), None)
     expected = pages_of(kind, format, rows, page_size, stride, slots, 99)
     np.testing.assert_array_equal(np.asarray(found.pages), expected)
-    left_out = np.where(slots < 0, np.arange(20, 20 + len(slots)), -1).astype(np.int32)[:5]
-    left_out = np.where(left_out < 0, -1, np.arange(5)).astype(np.int32)  # rows that were not written above
-    found = write(found, jnp.asarray(left_out), jnp.asarray(rows[:5]), None)
-    again = pages_of(kind, format, rows[:5], page_size, stride, left_out, 0)
-    held = pages_of(kind, format, rows[:5], page_size, stride, left_out, 255) == again
+    over = np.where(np.arange(len(slots)) < 5, np.arange(5, 5 + len(slots)), -1).astype(np.int32)  # a page written anew
+    found = write(found, jnp.asarray(over), jnp.asarray(rows), None)
+    again = pages_of(kind, format, rows, page_size, stride, over, 0)
+    held = pages_of(kind, format, rows, page_size, stride, over, 255) == again
     np.testing.assert_array_equal(np.asarray(found.pages), np.where(held, again, expected))
+
+
+def rotated(rows, cos, sin, pairs, hadamard):
+    turned = [oracle.bf16(oracle.rotate(*each, pairs)) for each in zip(rows, cos, sin)]
+    return [oracle.bf16(oracle.hadamard(row)) for row in turned] if hadamard else turned
 
 
 @pytest.mark.parametrize(
@@ -120,15 +124,13 @@ def test_rotated_rows_are_rounded_and_then_quantised(kind, pairs, hadamard):
     slots = np.array([3, 0, 5, 1], np.int32)
     cache = PagedRows.zeros(format, 4, 3)
     found = write(cache, jnp.asarray(slots), jnp.asarray(rows), Rotation(cos, sin, pairs), hadamard=hadamard)
-    turned = [oracle.bf16(oracle.rotate(*each, pairs)) for each in zip(rows, cos, sin)]
-    turned = [oracle.bf16(oracle.hadamard(row)) for row in turned] if hadamard else turned
-    expected = pages_of(kind, format, turned, 3, cache.pages.shape[1], slots, 0)
+    expected = pages_of(kind, format, rotated(rows, cos, sin, pairs, hadamard), 3, cache.pages.shape[1], slots, 0)
     differ = np.asarray(found.pages) != expected
     # A multiplication and an addition may be one instruction: a bf16 tie decided otherwise changes one byte.
     assert differ.mean() < (1e-2 if hadamard else 2e-3)
     other = "interleaved" if pairs == "half_split" else "half_split"
-    wrong = write(PagedRows.zeros(format, 4, 3), jnp.asarray(slots), jnp.asarray(rows), Rotation(cos, sin, other), hadamard=hadamard)
-    assert (np.asarray(wrong.pages) != expected).mean() > 10 * differ.mean() + 1e-2
+    wrong = pages_of(kind, format, rotated(rows, cos, sin, other, hadamard), 3, cache.pages.shape[1], slots, 0)
+    assert (wrong != expected).mean() > 10 * differ.mean() + 1e-2
 
 
 def test_plain_rows_and_no_rounding():
