@@ -70,6 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens")
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--stop", type=int, action="append", help="stop token id (default: end of sequence); repeatable")
+    generate.add_argument("--tp", type=int, default=1, help="devices that heads, vocabulary and experts are divided over")
+    generate.add_argument("--ep", type=int, default=1, help="further division of the experts: tp x ep devices together")
     generate.add_argument("--every", type=int, default=8, help="decode steps in one compiled call")
 
     inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
@@ -152,8 +154,20 @@ def _generate(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--tokens {arguments.tokens!r} is not a list of token ids such as 0,5,17.") from None
     sampling = Sampling.of(1, **{name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")})
     options = {"stop_ids": arguments.stop, "every": arguments.every}
-    lm = load_model(arguments.checkpoint, arguments.mode, implementation=arguments.implementation)
+    mesh = _mesh(arguments.tp, arguments.ep)
+    lm = load_model(arguments.checkpoint, arguments.mode, implementation=arguments.implementation, mesh=mesh)
     return _write_tokens(lm, arguments.checkpoint, tokens, arguments.max_new_tokens, sampling, **options)
+
+
+def _mesh(tp: int, ep: int):
+    """The first devices as a mesh, or None where one is enough."""
+    if tp == ep == 1:
+        return None
+    import jax
+
+    from dsa_jax import sharding
+
+    return sharding.make_mesh(jax.devices()[: max(tp * ep, 1)], tp=tp, ep=ep)
 
 
 def _write_tokens(lm, directory: Path, tokens: list[int], max_new_tokens: int, sampling, **options) -> int:

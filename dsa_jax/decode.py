@@ -131,6 +131,10 @@ class LanguageModel:
 
         return empty() if self.mesh is None else jax.jit(empty, out_shardings=sharding.everywhere(self.mesh))()
 
+    def on_devices(self, arrays: Any) -> Any:
+        """A pytree of arrays where the model runs: whole on every device of its mesh."""
+        return arrays if self.mesh is None else jax.device_put(arrays, sharding.everywhere(self.mesh))
+
     def capacity(self, cache: Cache) -> int:
         """How many tokens a request of `cache` may hold."""
         return capacity(cache, self.config.max_position_embeddings)

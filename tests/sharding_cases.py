@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from dsa_jax import sharding
-from dsa_jax.decode import LanguageModel
+from dsa_jax.decode import LanguageModel, stream
 from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.loading import load_model
 from dsa_jax.numerics import numerics
@@ -61,7 +61,8 @@ def whole(x: jax.Array) -> np.ndarray:
 
 
 def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
-    """Logits and taps of a chunk of two requests; with `decode` the tokens that decoding adds to it, and a draft."""
+    """Logits and taps of a chunk of two requests; with `decode` also tokens: of a model that drafts those that
+    decoding adds, and a draft; of one that does not, what an engine generates."""
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, 59, (2, 24)).astype(np.int32)
     logits, cache, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32))
@@ -70,12 +71,14 @@ def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
         whole(leaf)
     if not decode:
         return found
+    if not hasattr(lm.family.model, "draft"):
+        generated = [new for new in stream(lm, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]], 7, every=3, stop_ids=[])]
+        return found | {"generated": np.concatenate([np.array(new, np.int32) for new in generated], axis=1)}
     last = jnp.stack([logits[0, 23], logits[1, 18]])
     done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
     cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4)
-    found |= {"after": whole(after), "new": whole(new)}
-    if hasattr(lm.family.model, "draft"):
-        found["draft"] = whole(lm.draft(cache, np.array([3, 5], np.int32)).logits)
+    drafted = lm.draft(cache, np.array([3, 5], np.int32))
+    found |= {"after": whole(after), "generated": whole(new), "draft": whole(drafted.logits)}
     return found
 
 

@@ -70,14 +70,13 @@ class Engine:
         self._pool = PagePool(s.cache.pages)
         self._prefixes = PrefixCache(list(range(snapshots, EMPTY, -1)), self._pool)
         self._store = snapshots_of(cache, 1 + snapshots)
-        # Copied to the device once, from one array, so that all have the layout that the programs return.
         logits = jnp.zeros((max_batch, model.config.vocab_size), jnp.float32)
-        self._slots = Slots(cache, logits, jax.tree.map(jnp.asarray, terms_of([None] * max_batch)))
+        terms = jax.tree.map(jnp.asarray, terms_of([None] * max_batch))
+        self._slots = Slots(cache, *model.on_devices((logits, terms)))
         self._rows: list[Request | None] = [None] * max_batch
         self._queue: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
-        self._next_id = 0
-        self._stats = Stats()
+        self._next_id, self._stats = 0, Stats()
 
     # ------------------------------------------------------------ what callers use
 
