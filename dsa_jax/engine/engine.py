@@ -426,7 +426,6 @@ class Engine:
                 f"Request {request.id} shares {len(shared)} pages that it would have to copy, and {self.free_pages} are "
                 "free. Try again when another request has ended."
             )
-        # Making room may have ended the other holds.
         shared = [i for i in shared if self._pool.is_shared(request.pages[i])]
         copies = []
         for i, page in zip(shared, self._pool.allocate(len(shared)), strict=True):
