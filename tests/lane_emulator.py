@@ -221,7 +221,7 @@ def assembly(text, constraints, operands, result=None):
         any_in_warp = guard.reshape(4, 32).any(1).repeat(32)
         return Value(any_in_warp.astype(np.uint32), "i32")
     done = False
-    pattern = r"(@p )?(cp\.async\.c[ag]\.shared\.global|stmatrix\S*|red\.shared\.max\.s32|st\.shared\.v2\.f32) \[\$0\+?(\d*)\]([^;]*);"
+    pattern = r"(@p )?(cp\.async\.c[ag]\.shared\.global|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32) \[\$0\+?(\d*)\]([^;]*);"
     for found in re.finditer(pattern, text):
         done = True
         mask = guard if found[1] else np.ones(LANES, bool)

@@ -101,13 +101,14 @@ def test_ac_76_the_kernel_is_held_back_until_it_has_run():
 
 
 @pytest.mark.slow
-def test_compiles_for_hopper():
+@pytest.mark.parametrize("chip, products", [("h200", "HGMMA"), ("b200", "UTCxMMA")])
+def test_compiles_for_a_chip(chip, products):
     if (reason := aot.missing()) is not None:
         pytest.skip(reason)
-    report = aot.compile_report(("h200",), "sparse_decode")
+    report = aot.compile_report((chip,), "sparse_decode")
     assert report.kernels and not report.unsupported, report.text()
     for kernel in report.kernels:
-        if kernel.kernel == "body" and kernel.smem:
-            assert kernel.instructions["HGMMA"] >= 48 and kernel.instructions["LDGSTS"] >= 16, report.text()
+        if kernel.smem:  # the other kernel combines parts
+            assert kernel.instructions[products] >= 48 and kernel.instructions["LDGSTS"] >= 16, report.text()
         # At 64 heads the sums take 128 registers of 232; a few addresses are kept in local memory, outside of products.
-        assert kernel.spill_stores <= 100 and kernel.spill_loads <= 100, report.text()
+        assert kernel.spill_stores <= 100 and kernel.spill_loads <= 128, report.text()

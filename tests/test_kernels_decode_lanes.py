@@ -181,6 +181,16 @@ def per_head(array, heads):
     return found
 
 
+def per_head_registers(array):
+    lane = np.arange(128)
+    vectors = [
+        emulator.Vector(emulator.Value(array[8 * i + 2 * (lane % 4) + e], "f32") for e in range(2)) for i in range(len(array) // 8)
+    ]
+    found = emulator.in_registers(vectors)
+    found.shape = array.shape
+    return found
+
+
 @pytest.mark.parametrize("dtype", [BF16, np.float32])
 @pytest.mark.parametrize("heads", [8, 64])
 def test_output_of_every_head(heads, dtype):
@@ -191,6 +201,10 @@ def test_output_of_every_head(heads, dtype):
         for wg in range(2):
             accs = [wgmma_registers(rows.value_order(x)) for x in values[wg]]
             lanes.store_output(out, accs, emulator.value(heads), emulator.value(wg))
+        lse = Memory(np.full(3 * heads, 7, np.float32))
+        numbers = rng.standard_normal(heads).astype(np.float32)
+        lanes.store_heads(lse, per_head_registers(numbers), emulator.value(heads))
+    np.testing.assert_array_equal(lse.array, np.concatenate([np.full(heads, 7), numbers, np.full(heads, 7)]))
     expected = values.reshape(512, heads).T.astype(dtype)
     np.testing.assert_array_equal(out.array[heads : 2 * heads], expected)
     assert not out.array[:heads].any() and not out.array[2 * heads :].any()

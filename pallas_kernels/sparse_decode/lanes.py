@@ -304,6 +304,27 @@ def store_output(out_ref, accs, row, wg):
     store(out_ref, row, wg, *accs)
 
 
+def store_heads(ref, values, at):
+    """Stores float32 values [heads], PER_HEAD, to elements at .. of ref (float32, flat, device memory)."""
+    heads = values.shape[0]
+
+    def twin(ref, values, at):
+        ref[pl.ds(at, heads)] = values
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), PER_HEAD, SCALAR), twin=twin)
+    def store(_, ref, values, at):
+        i64 = ir.IntegerType.get_signless(64)
+        thread = arith.remui(rows.own_thread(), i32(128))
+        first = arith.addi(mosaic.scalar(at), arith.muli(_quad(), i32(2)))
+        pointer = utils.getelementptr(mosaic.global_pointer(ref), [arith.extui(i64, first)], ir.F32Type.get())
+        to = llvm.ptrtoint(i64, pointer)
+        for i, register in enumerate(values.registers.flat):
+            text = f"{{ .reg .pred p; setp.lt.u32 p, $3, 4;\n@p st.global.v2.f32 [$0+{32 * i}], {{$1, $2}}; }}"
+            asm(text, "l,f,f,r,~{memory}", [to, *_elements(register), thread])
+
+    store(ref, values, at)
+
+
 def _row_pairs(array):
     """The two tokens of every head of a lane, head after head."""
     heads = array.shape[1]

@@ -363,11 +363,11 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
 
                 @pl.when((wg == 0) & whole)
                 def _():
-                    lse_ref[pl.ds(row * heads + head, used)] = lse
+                    lanes.store_heads(lse_ref, lse, row * heads + head)
 
                 @pl.when((wg == 0) & (part >= 0))
                 def _():
-                    part_lse_ref[pl.ds(part * heads + head, used)] = lse
+                    lanes.store_heads(part_lse_ref, lse, part * heads + head)
 
             every_segment(segment, (jnp.int32(0), jnp.int32(0)))
 
