@@ -1,13 +1,16 @@
 """Runs in a process of its own, which simulates devices: one family on several meshes against one device.
 
 Arguments: the family, then meshes such as tp=2,ep=4. Prints a line for each; an assertion that fails ends the process.
-With --processes ADDRESS COUNT INDEX before them it is one of several processes whose devices make the mesh together.
+With --processes ADDRESS COUNT INDEX FOLDER before them it is one of several processes whose devices make the mesh
+together; they meet by files in the folder.
 """
 
 import importlib
 import math
 import sys
 import tempfile
+import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +54,21 @@ def on_mesh(lm: LanguageModel, mesh: jax.sharding.Mesh) -> LanguageModel:
     return LanguageModel(nnx.merge(graphdef, state), lm.numerics, mesh=mesh)
 
 
+meetings: list[tuple[Path, int, int]] = []
+"""Where processes have met and are to meet: folder, this process, how many there are."""
+
+
+def meet() -> None:
+    """Waits until all processes are here."""
+    if not meetings:
+        return
+    folder, index, count = meetings[-1]
+    (folder / f"{len(meetings)}-{index}").touch()
+    while not all((folder / f"{len(meetings)}-{other}").exists() for other in range(count)):
+        time.sleep(0.05)
+    meetings.append(meetings[-1])
+
+
 def whole(x: jax.Array) -> np.ndarray:
     """The value of an array that every device holds alike, to the bit."""
     first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
@@ -65,11 +83,14 @@ def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
     decoding adds, and a draft; of one that does not, what an engine generates."""
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, 59, (2, 24)).astype(np.int32)
-    logits, cache, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32))
+    arguments = (lm.leaves, lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32), None)
+    program = lm._forward.lower(*arguments).compile()
+    meet()  # collectives wait half a minute for one another, and processes that share cores compile for longer
+    logits, cache, taps = program(*arguments)
     found = {name: whole(x) for name, x in taps.items()} | {"logits": whole(logits)}
     for leaf in jax.tree.leaves(cache):
         whole(leaf)
-    if not decode:
+    if not decode or jax.process_count() > 1:
         return found
     if not hasattr(lm.family.model, "draft"):
         generated = [new for new in stream(lm, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]], 7, every=3, stop_ids=[])]
@@ -146,8 +167,9 @@ def main(family: str, meshes: list[str]) -> None:
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[0] == "--processes":
-        address, count, index = arguments[1:4]
+        address, count, index, folder = arguments[1:5]
         jax.distributed.initialize(address, int(count), int(index))
-        arguments = arguments[4:]
+        meetings.append((Path(folder), int(index), int(count)))
+        arguments = arguments[5:]
     check_load(arguments[0])
     main(arguments[0], arguments[1:])

@@ -180,7 +180,9 @@ def test_the_plan_says_what_is_too_large(tmp_path, capsys):
 
 def started(devices, *arguments):
     environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0",
+        # On cores that are shared, a simulated device may come to a collective long after the others.
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=1200 --xla_cpu_collective_timeout_seconds=1200",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
     }
@@ -215,9 +217,10 @@ def test_ac_51_52_meshes_give_the_result_of_one_device(family):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one():
+def test_two_processes_give_the_result_of_one(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    both = [started(4, "--processes", address, "2", str(index), "v32", "tp=2,ep=4") for index in range(2)]
-    assert all("29 arrays agree" in out for out in finished(*both))
+    both = [started(4, "--processes", address, "2", str(index), str(tmp_path), "v32", "tp=2,ep=4") for index in range(2)]
+    for out in finished(*both):
+        assert "27 arrays agree" in out and re.search(r"v32: (\d+) of (?!\1)\d+ bytes read", out), out
