@@ -1,4 +1,4 @@
-"""Runs code that a kernel writes lane by lane in NumPy: stand-ins for the MLIR builders, all lanes of a warpgroup at once.
+"""Runs code that a kernel writes lane by lane in NumPy: stand-ins for the MLIR builders, all lanes at once.
 
 A value is an array with an element per lane. Memory is bytes; addresses are numbers, as on the GPU. `emulated` puts the
 stand-ins into the modules of a kernel, whose functions then run on `Memory` and `Registers` instead of tracing.
@@ -16,7 +16,15 @@ from pallas_kernels import mosaic
 
 LANES = 128
 BF16 = ml_dtypes.bfloat16
-_NUMPY = {"i1": np.bool_, "i8": np.uint8, "i16": np.uint16, "i32": np.uint32, "i64": np.uint64, "f32": np.float32, "bf16": BF16}
+_NUMPY = {
+    "i1": np.bool_,
+    "i8": np.uint8,
+    "i16": np.uint16,
+    "i32": np.uint32,
+    "i64": np.uint64,
+    "f32": np.float32,
+    "bf16": BF16,
+}
 
 
 class Memory:
@@ -140,7 +148,14 @@ def _floats(function):
 def _compare(predicate, a, b):
     name = predicate.name if hasattr(predicate, "name") else predicate
     x, y = (_signed(a), _signed(b)) if name.startswith("s") else (a.data, b.data)
-    plain = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    plain = {
+        "eq": np.equal,
+        "ne": np.not_equal,
+        "lt": np.less,
+        "le": np.less_equal,
+        "gt": np.greater,
+        "ge": np.greater_equal,
+    }
     return Value(plain[name if name in ("eq", "ne") else name[1:]](x, y), "i1")
 
 
@@ -221,7 +236,8 @@ def assembly(text, constraints, operands, result=None):
         any_in_warp = guard.reshape(4, 32).any(1).repeat(32)
         return Value(any_in_warp.astype(np.uint32), "i32")
     done = False
-    pattern = r"(@p )?(cp\.async\.c[ag]\.shared\.global|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32) \[\$0\+?(\d*)\]([^;]*);"
+    names = r"cp\.async\.c[ag]\.shared\.global|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32"
+    pattern = rf"(@p )?({names}) \[\$0\+?(\d*)\]([^;]*);"
     for found in re.finditer(pattern, text):
         done = True
         mask = guard if found[1] else np.ones(LANES, bool)

@@ -72,6 +72,25 @@ def test_a_kernel_attends_as_the_reference(family, name):
     assert not np.asarray(found)[1].any() and not np.asarray(found)[:, :, 1].any()
 
 
+@pytest.mark.slow
+def test_ac_53_a_row_has_the_same_bits_alone_and_in_a_batch():
+    """With parts of a fixed size: whichever thread blocks have them."""
+    rng = np.random.default_rng(4)
+    caches = tuple(cache_of(format, seed) for seed, format in enumerate(V41))
+    q = jnp.asarray(rng.standard_normal((3, 1, 8, 512)), BF16)
+    lists = tuple(jnp.asarray(rng.integers(-9, cache.num_slots, (3, 1, 100)), jnp.int32) for cache in caches)
+
+    def run(rows):
+        found = sparse_decode(
+            q[rows], caches, tuple(slots[rows] for slots in lists), scale=0.05, split_size=128,
+            implementation="interpret_sm90",
+        )  # fmt: skip
+        return [np.asarray(x, np.float32) for x in found]
+
+    for alone, together in zip(run(slice(2, 3)), run(slice(0, 3))):
+        np.testing.assert_array_equal(alone[0], together[2])
+
+
 def test_what_the_kernel_does_not_carry():
     q, slots = jnp.zeros((1, 1, 8, 512), BF16), (jnp.zeros((1, 1, 64), jnp.int32),)
     cache = PagedRows.zeros(V41MXFP8(), 2, 64)
@@ -85,7 +104,7 @@ def test_what_the_kernel_does_not_carry():
         (lambda: run(q[:, :, :4]), "multiples of 8 heads from 8 to 128, not 4"),
         (lambda: run(v_width=256), "values of 512, not of 256"),
         (lambda: run(cache=odd_stride), "make the page stride a multiple of 16"),
-        (lambda: run(cache=PagedRows.zeros(Plain(512, jnp.float32), 2, 64)), "reads V32"),
+        (lambda: run(cache=PagedRows.zeros(Plain(512, jnp.float32), 2, 64)), "kernels read V32"),
         (lambda: run(out_dtype=jnp.float16), "bfloat16 or float32"),
         (lambda: sm90.TuningConfig(math=240, gather=40), "504 registers together"),
     ]

@@ -1,6 +1,5 @@
 """The lane code of the Hopper decode kernel, run lane by lane in NumPy: bytes to operands, softmax, output."""
 
-
 import jax.numpy as jnp
 import lane_emulator as emulator
 import ml_dtypes
@@ -184,7 +183,8 @@ def per_head(array, heads):
 def per_head_registers(array):
     lane = np.arange(128)
     vectors = [
-        emulator.Vector(emulator.Value(array[8 * i + 2 * (lane % 4) + e], "f32") for e in range(2)) for i in range(len(array) // 8)
+        emulator.Vector(emulator.Value(array[8 * i + 2 * (lane % 4) + e], "f32") for e in range(2))
+        for i in range(len(array) // 8)
     ]
     found = emulator.in_registers(vectors)
     found.shape = array.shape

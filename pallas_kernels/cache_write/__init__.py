@@ -19,8 +19,8 @@ QUERY_FORMATS = ("fp8", "mxfp4")
 class Rotation:
     """A rotary embedding of rows: cosines and sines [rows, half] of their positions, and which values are a pair.
 
-    pairs: "interleaved", (2i, 2i + 1) of the last 2 * half values (keys and values of all families, index keys of V4 and
-    V4.1), or "half_split", (i, i + half) of the first 2 * half values (index queries and keys of V3.2).
+    pairs: "interleaved", (2i, 2i + 1) of the last 2 * half values (keys and values of all families, index keys of V4
+    and V4.1), or "half_split", (i, i + half) of the first 2 * half values (index queries and keys of V3.2).
     """
 
     cos: Any

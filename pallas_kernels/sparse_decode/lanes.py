@@ -1,9 +1,10 @@
 """The rest of the Hopper decode kernel that is written lane by lane: queries, the softmax over tokens, the output.
 
-Scores come as [64 tokens, heads] in the layout of a wgmma accumulator: lane `l` of warp `w` has tokens ``16 w + l // 4``
-and eight further down, and of every eight heads the two at ``2 * (l % 4)``. A head's maximum and sum therefore run over
-two registers, eight lanes, four warps and two warpgroups. Maxima meet in shared memory, atomically, as integers of the
-same order; sums stay apart until the very end and are added in a fixed order. Each piece has a twin in plain Pallas.
+Scores come as [64 tokens, heads] in the layout of a wgmma accumulator: lane `l` of warp `w` has tokens
+``16 w + l // 4`` and eight further down, and of every eight heads the two at ``2 * (l % 4)``. A head's maximum and sum
+therefore run over two registers, eight lanes, four warps and two warpgroups. Maxima meet in shared memory, atomically,
+as integers of the same order; sums stay apart until the very end and are added in a fixed order. Each piece has a twin
+in plain Pallas.
 """
 
 import jax.experimental.pallas as pl
@@ -253,7 +254,9 @@ def write_probabilities(p_s, p):
         for i in range(heads // 8):
             halves = [llvm.bitcast(i32_type(), arith.truncf(pair, r)) for r in registers[i]]
             asm(
-                f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0+{512 * i}], {{$1, $2}};", "r,r,r,~{memory}", [to, *halves]
+                f"stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0+{512 * i}], {{$1, $2}};",
+                "r,r,r,~{memory}",
+                [to, *halves],
             )
 
     write(p_s, p)
@@ -335,7 +338,9 @@ def _row_pairs(array):
 def _per_head(registers, shape):
     layout = PER_HEAD.to_mgpu()
     return mgpu.FragmentedArray(
-        _registers=np.array(registers, dtype=object).reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
+        _registers=np.array(registers, dtype=object).reshape(layout.registers_shape(shape)),
+        _layout=layout,
+        _is_signed=None,
     )
 
 
@@ -352,7 +357,7 @@ def _first_head(heads):
 
 
 def _across_lanes(array, combine, neutral):
-    """What `combine` makes of the tokens that a warp has of [64, heads]: two heads for every lane, and the first of them.
+    """What `combine` makes of a warp's tokens of [64, heads]: two heads for every lane, and which is the first.
 
     Lanes that hold the same heads halve them among each other, as long as there are two pairs of them.
     """

@@ -1,14 +1,14 @@
 """How rows of a cache lie in shared memory, and how the Hopper kernel reads them as operands of a wgmma.
 
-A row is staged as its stored bytes, one field behind the other. Rows begin at odd multiples of 16 bytes from each other,
-so that eight rows never meet in a bank. Nothing is ever written back as bf16: a thread reads the bytes that its
+A row is staged as its stored bytes, one field behind the other. Rows begin at odd multiples of 16 bytes from each
+other, so that eight rows never meet in a bank. Nothing is ever written back as bf16: a thread reads the bytes that its
 registers of an operand stand for and converts them there, once as keys (tokens are rows of the operand) and once as
 values (tokens are columns). A dot product's terms and an output's rows may come in any order, so both take the order
 in which four neighbouring bytes are nearest to hand: see `key_order` and `value_order`.
 
 Quantised rows are multiplied by 2^-48 on the way (`up` undoes it, on scores and probabilities). That leaves room to
-fold 2^120, which makes an FP8 number's bits a bf16 number, into the scale: one product a pair of values. It is exact for
-scales from 2^-54 to 2^55; above, values become infinite, and below, they may lose bits where they are under 2^-78.
+fold 2^120, which makes an FP8 number's bits a bf16 number, into the scale: one product a pair of values. It is exact
+for scales from 2^-54 to 2^55; above, values become infinite, and below, they may lose bits where they are under 2^-78.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ _TO_BF16 = 120  # an E4M3 number's bits, three places from the top of a bf16 num
 class Staged:
     """A format's row in shared memory: `quantised` values with scales for every `group`, then bf16 values from `tail`.
 
-    kind: "fp8", "fp4" or "bf16". scale: byte of a row where its scales start. fields: bytes that lie together in a page.
+    kind: "fp8", "fp4" or "bf16". scale: byte of a row where its scales start. fields: bytes that lie together in a
+    page.
     """
 
     format: RecordFormat
@@ -80,8 +81,8 @@ def staged(format: RecordFormat) -> Staged:
     if isinstance(format, Plain) and format.dtype == jnp.bfloat16 and format.width in (512, 576):
         return Staged(format, "bf16", 0, 0, 0, 0, (2 * format.width,))
     raise NotImplementedError(
-        f"the sm90 kernel reads V32(512, 64), Model1(512, 64), V41MXFP8 and V41NVFP4 of width 512, and plain bf16 rows of "
-        f"512 or 576 values, not {format}."
+        "the decode kernels read V32(512, 64), Model1(512, 64), V41MXFP8 and V41NVFP4 of width 512, and plain bf16 "
+        f"rows of 512 or 576 values, not {format}."
     )
 
 
@@ -111,7 +112,7 @@ def copy(raw_ref, bias_ref, pages_ref, places, layout: Staged, page_size: int, d
     format = layout.format
 
     def twin(_, bias_ref, pages_ref, places):
-        places = places.reshape(4, 32)[:, :BLOCK // 4].reshape(BLOCK)
+        places = places.reshape(4, 32)[:, : BLOCK // 4].reshape(BLOCK)
 
         def add(row, found):
             place = jnp.maximum(lax.dynamic_index_in_dim(places, row, keepdims=False), 0)
@@ -130,7 +131,8 @@ def copy(raw_ref, bias_ref, pages_ref, places, layout: Staged, page_size: int, d
         bias_ref[...] = jnp.where(places >= 0, 0.0, -jnp.inf)
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_STRIDED((128,), vec_size=1)), twin=twin
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_STRIDED((128,), vec_size=1)),
+        twin=twin,
     )
     def start(_, raw_ref, bias_ref, pages_ref, places):
         i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
@@ -186,10 +188,7 @@ def _copy_chunks(to, source, part, there, offset, chunks):
 
 def _copy_eight(to, source, part, there, offset):
     size = arith.select(there, i32(8), i32(0))
-    line = (
-        "{ .reg .pred p; setp.eq.u32 p, $3, 0;\n"
-        f"@p cp.async.ca.shared.global [$0+{offset}], [$1], 8, $2; }}"
-    )
+    line = f"{{ .reg .pred p; setp.eq.u32 p, $3, 0;\n@p cp.async.ca.shared.global [$0+{offset}], [$1], 8, $2; }}"
     asm(line, "r,l,r,r,~{memory}", [to, source, size, part])
 
 
@@ -201,9 +200,7 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
     the layout among `layouts`.
     """
 
-    @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR), twin=lambda *_: None
-    )
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR), twin=lambda *_: None)
     def write(_, raw_ref, scale_ref, odd_ref, which):
         thread = arith.remui(own_thread(), i32(128))
         token, part = arith.remui(thread, i32(BLOCK)), arith.divui(thread, i32(BLOCK))
@@ -233,7 +230,9 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
         if any(layout.format == V32() for layout in layouts):
             text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
             any_odd = asm(text, "=r,r", [odd], i32_type())
-            llvm.store(any_odd, utils.getelementptr(utils.memref_ptr(odd_ref), [arith.divui(thread, i32(32))], i32_type()))
+            llvm.store(
+                any_odd, utils.getelementptr(utils.memref_ptr(odd_ref), [arith.divui(thread, i32(32))], i32_type())
+            )
 
     write(raw_ref, scale_ref, odd_ref, which)
 
@@ -359,7 +358,11 @@ def value_fragment(
         def position(thread):
             """First value of the warp, and of this lane from there, and first token."""
             first = arith.addi(arith.muli(part, i32(128)), arith.muli(_warp(thread), i32(32)))
-            return first, arith.muli(_group(thread), i32(4)), arith.addi(arith.muli(_quad(thread), i32(2)), i32(32 * half))
+            return (
+                first,
+                arith.muli(_group(thread), i32(4)),
+                arith.addi(arith.muli(_quad(thread), i32(2)), i32(32 * half)),
+            )
 
         first, four, token = position(utils.thread_idx())
 
@@ -400,9 +403,7 @@ def value_fragment(
                         both = permute(arith.extui(i32_type(), a), arith.extui(i32_type(), b), 0x5410)
                         pairs = _fp4_pairs(both, across=True)
                     else:
-                        pairs = [
-                            pair for selector in (0x5410, 0x7632) for pair in _fp8_pairs(permute(a, b, selector))
-                        ]
+                        pairs = [pair for selector in (0x5410, 0x7632) for pair in _fp8_pairs(permute(a, b, selector))]
                     return convert(pairs, offset)
 
                 return _value_words(words)
@@ -485,7 +486,9 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                 def quantised(convert):
                     if layout.kind == "fp4":
                         packed = _load_two(raw, arith.addi(base, arith.divui(value, i32(2))))
-                        fours = [word if not half else arith.shrui(word, i32(16)) for word in packed for half in range(2)]
+                        fours = [
+                            word if not half else arith.shrui(word, i32(16)) for word in packed for half in range(2)
+                        ]
                         pairs = [_fp4_pairs(f, across=False) for f in fours]
                     else:
                         pairs = [_fp8_pairs(word) for word in _load_four(raw, arith.addi(base, value))]
@@ -624,12 +627,12 @@ def _fragment(registers, shape):
 
 
 def own_thread():
-    """This thread's number, read anew: what is computed from it is not kept in registers from one use to the next."""
+    """This thread's number, read anew: what is computed from it is not kept in registers until the next use."""
     return asm("mov.u32 $0, %tid.x;", "=r", [], i32_type())
 
 
 def fresh_zero():
-    """0 as a scalar of a kernel, which the compiler does not know: what is derived from it is computed where it is used."""
+    """0 as a scalar that the compiler does not know: what is derived from it is computed where it is used."""
 
     @mosaic.lane_code(
         arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR), twin=lambda: jnp.int32(0)

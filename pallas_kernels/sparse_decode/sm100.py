@@ -1,10 +1,10 @@
 """Sparse decode on Blackwell: one part of a row's lists per thread block, tcgen05 products with accumulators in TMEM.
 
 A thread block takes 64 heads of one segment of the schedule. Three warpgroups: one gathers stored rows by cp.async and
-unpacks them to bf16 in shared memory, keys and values in one; one makes probabilities of scores; one issues the products,
-rescales the accumulator when a maximum has grown, and writes the output. While a block is multiplied, the stored rows of
-the next are under way. Rows come by cp.async and not by TMA's gather of four: that wants rows at one stride, which pages
-with a stride of their own, and records whose scales lie apart, do not have.
+unpacks them to bf16 in shared memory, keys and values in one; one makes probabilities of scores; one issues the
+products, rescales the accumulator when a maximum has grown, and writes the output. While a block is multiplied, the
+stored rows of the next are under way. Rows come by cp.async and not by TMA's gather of four: that wants rows at one
+stride, which pages with a stride of their own, and records whose scales lie apart, do not have.
 
 No Blackwell GPU was at hand: the kernel is compiled for one and interpreted, and its speed is not known.
 """
@@ -32,7 +32,10 @@ _LOG2E = math.log2(math.e)
 _LAYOUT = plgpu.Layout.WGMMA
 _PER_HEAD, _PER_TOKEN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _UNPACK, _SOFTMAX, _WARPGROUPS = 0, 1, 3
-_FEW, _MANY = 136, 232  # registers of a thread of the first two warpgroups, and of the one that multiplies: 504 together
+_FEW, _MANY = (
+    136,
+    232,
+)  # registers of a thread of the first two warpgroups, and of the one that multiplies: 504 together
 
 
 def unproven(function, args):
@@ -44,7 +47,10 @@ def sparse_decode(
     q, caches, lists, *, topk_lengths, sink, scale, v_width, num_splits=None, split_size=None, schedule=None,
     p_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16,
 ):  # fmt: skip
-    """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums; up to 64 heads, or 128."""
+    """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums.
+
+    8 to 64 heads, or 128.
+    """
     sm90.require(q, caches, lists, scale, v_width, p_dtype, out_dtype, "sm100")
     heads = q.shape[2]
     if heads > HEADS and heads % HEADS:
@@ -86,7 +92,9 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
         k_empty=tensor(),
         scored=tensor(),
         factor_ready=plgpu.Barrier(),
-        ready=plgpu.Barrier(num_arrivals=2, orders_tensor_core=True),  # probabilities are stored, the accumulator is scaled
+        ready=plgpu.Barrier(
+            num_arrivals=2, orders_tensor_core=True
+        ),  # probabilities are stored, the accumulator is scaled
         added=tensor(),
     )
     if tail:

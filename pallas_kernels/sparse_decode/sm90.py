@@ -1,11 +1,11 @@
 """Sparse decode on Hopper: parts of the lists on persistent thread blocks, and their combination.
 
-A warpgroup gathers the stored rows of a part with cp.async, 64 at a time. Two others attend to them, 128 at a time, with
-the tokens as rows of the products: scores are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are
-V^T p^T, [256 values, heads] for each warpgroup's half of the values and both blocks. The left operands, K and V^T, are
-made in registers from the stored bytes (see `rows`), so that nothing converted goes through shared memory, and a call of
-8 heads pays for 8. Where a row of the schedule has one part, it is finished here; the others leave normalised parts in
-float32 and their log-sum-exps, which a second kernel combines.
+A warpgroup gathers the stored rows of a part with cp.async, 64 at a time. Two others attend to them, 128 at a time,
+with the tokens as rows of the products: scores are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums
+are V^T p^T, [256 values, heads] for each warpgroup's half of the values and both blocks. The left operands, K and V^T,
+are made in registers from the stored bytes (see `rows`), so that nothing converted goes through shared memory, and a
+call of 8 heads pays for 8. Where a row of the schedule has one part, it is finished here; the others leave normalised
+parts in float32 and their log-sum-exps, which a second kernel combines.
 """
 
 import dataclasses
@@ -39,7 +39,9 @@ class TuningConfig:
     def __post_init__(self):
         if any(n % 8 or not 24 <= n <= 240 for n in (self.math, self.gather)):
             raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 240.")
-        if MATH * self.math + self.gather > 3 * 168:  # more than a thread block starts with would be waited for, for ever
+        if (
+            MATH * self.math + self.gather > 3 * 168
+        ):  # more than a thread block starts with would be waited for, for ever
             raise ValueError(f"{self}: two threads of arithmetic and one that gathers have 504 registers together.")
         if self.stages < 2:
             raise ValueError(f"{self}: two blocks are attended to at once; stages must be at least 2.")
@@ -55,7 +57,9 @@ def sparse_decode(
     """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums; 8 to 128 heads."""
     require(q, caches, lists, scale, v_width, p_dtype, out_dtype)
     if stages_of(heads_of_block(q.shape[2]), q.shape[3], [rows.staged(cache.format) for cache in caches], config) < 2:
-        raise NotImplementedError(f"two blocks of 64 rows of {q.shape[3]} bf16 values and {q.shape[2]} queries do not fit.")
+        raise NotImplementedError(
+            f"two blocks of 64 rows of {q.shape[3]} bf16 values and {q.shape[2]} queries do not fit."
+        )
     return decode(
         functools.partial(attend, config=config), q, caches, lists, topk_lengths=topk_lengths, sink=sink, scale=scale,
         num_splits=num_splits, split_size=split_size, schedule=schedule, out_dtype=out_dtype,
@@ -80,8 +84,8 @@ def decode(attend, q, caches, lists, *, topk_lengths, sink, scale, num_splits, s
     )
     sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
     out, lse = attend(
-        q.reshape(total * heads, width), caches, tuple(each.reshape(total, -1) for each in lists), counts, sink, schedule,
-        scale=float(scale), heads=heads, out_dtype=jnp.dtype(out_dtype),
+        q.reshape(total * heads, width), caches, tuple(each.reshape(total, -1) for each in lists), counts, sink,
+        schedule, scale=float(scale), heads=heads, out_dtype=jnp.dtype(out_dtype),
     )  # fmt: skip
     return out.reshape(batch, per_request, heads, VALUES), lse.reshape(batch, per_request, heads)
 
@@ -111,8 +115,8 @@ def require(q, caches, lists, scale, v_width, p_dtype, out_dtype, family="sm90")
         layout = rows.staged(cache.format)
         if layout.quantised and cache.pages.shape[1] % 16:
             raise NotImplementedError(
-                f"the {family} kernel reads 16 bytes at a time, and pages have {cache.pages.shape[1]} bytes; make the page stride "
-                "a multiple of 16."
+                f"the {family} kernel reads 16 bytes at a time, and pages have {cache.pages.shape[1]} bytes; make the "
+                "page stride a multiple of 16."
             )
         if cache.pages[0].size * cache.pages.dtype.itemsize >= 2**31:
             raise NotImplementedError(f"the {family} kernel counts the bytes of a page in 31 bits.")
@@ -293,7 +297,9 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                 def products(*accs):
                     for half in range(2):
                         for i, acc in enumerate(accs):
-                            left = rows.value_fragment(*block, which, 2 * wg + i, half, layouts, decoded, may_be_tail=i > 0)
+                            left = rows.value_fragment(
+                                *block, which, 2 * wg + i, half, layouts, decoded, may_be_tail=i > 0
+                            )
                             multiply(acc, left, at["p"].at[number, half].T, "v")
 
                 accs = mosaic.accumulate(products, accs)
