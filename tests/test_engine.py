@@ -220,7 +220,7 @@ def test_ac_71_arrays_are_donated():
 def test_ac_71_no_burst_holds_a_second_pool(rows):
     """The whole state is aliased to the one returned, and a burst's temporaries are small beside it; also where only some
     rows of the batch take part."""
-    engine = small_engine(pages=4000)
+    engine = small_engine(pages=8000)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._slots))
     chosen = None if rows is None else np.arange(rows, dtype=np.int32)
     arguments = (engine.model.leaves, engine._slots, chosen, np.zeros(BATCH if rows is None else rows, bool))
