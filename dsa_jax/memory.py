@@ -13,6 +13,8 @@ from typing import Any
 from dsa_jax.config import ModelConfig, V41Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
+from dsa_jax.sharding import logical_axes
+from dsa_jax.weights import names
 
 LEFT_OUT = "vision (left out)"
 DRAFT_LEFT_OUT = "draft (left out)"
@@ -40,16 +42,16 @@ _PARTS = tuple(
 OTHER = "other"
 _NUMBER = re.compile(r"\d+")  # layers and experts: names that differ only there are of one kind
 
-# What several devices divide among them: tensor name -> the config's count of whole units. The rest is replicated.
-_DIVIDED = tuple(
+# The config's count of whole units of a tensor that several devices divide, by its official name; first match.
+_UNITS = tuple(
     (re.compile(pattern), unit)
     for pattern, unit in (
-        (r"^(embed|head)\.weight$|\.markov_head\.", "vocab_size"),
         (r"^mtp\..*\.ffn\.experts\.", "dspark_n_routed_experts"),
         (r"\.ffn\.experts\.", "n_routed_experts"),
-        (r"\.indexer\.(wq_b|weights_proj)\.", "index_n_heads"),
-        (r"\.attn\.(wq_b\.|wkv_b\.|wo\.|attn_sink$)", "num_attention_heads"),
+        (r"\.indexer\.", "index_n_heads"),
         (r"\.attn\.wo_[ab]\.", "o_groups"),
+        (r"\.attn\.", "num_attention_heads"),
+        (r"", "vocab_size"),
     )
 )
 _ENGRAM_TABLE = re.compile(r"^layers\.(\d+)\.engram\.embed\.")
@@ -141,12 +143,15 @@ def weights_per_device(config: Any, sizes: Iterable[tuple[str, int]], devices: S
     Tensors that are not loaded do not count.
     """
     kinds: collections.Counter[str] = collections.Counter()
+    examples: dict[str, str] = {}
     for name, size in sizes:
-        kinds[name if ".engram." in name else _NUMBER.sub("0", name)] += size
+        kind = name if ".engram." in name else _NUMBER.sub("0", name)
+        kinds[kind] += size
+        examples.setdefault(kind, name)
     divided: collections.Counter[int] = collections.Counter()
     for kind, size in kinds.items():
         if part_of(kind) != LEFT_OUT:
-            divided[_units(config, kind)] += size
+            divided[_units(config, examples[kind])] += size
     return {count: sum(-(-size * -(-units // count) // units) for units, size in divided.items()) for count in devices}
 
 
@@ -155,8 +160,9 @@ def _units(config: Any, name: str) -> int:
     table = _ENGRAM_TABLE.match(name)
     if table is not None and int(table[1]) in config.engram_layer_ids:
         return config.engram_num_embeddings[config.engram_layer_ids.index(int(table[1]))]
-    found = (getattr(config, unit) for pattern, unit in _DIVIDED if pattern.search(name) and hasattr(config, unit))
-    return next(found, 1)
+    if not logical_axes(names.target(name).path):
+        return 1
+    return next(getattr(config, unit) for pattern, unit in _UNITS if pattern.search(name) and hasattr(config, unit))
 
 
 def human(size: int | float) -> str:
