@@ -226,6 +226,8 @@ def assembly(text, constraints, operands, result=None):
         return Value(np.arange(LANES, dtype=np.uint32), "i32")
     if text.startswith("prmt"):
         return permute(*operands)
+    if text.startswith("max.u16x2"):
+        return Value(np.maximum(*(x.data.view(np.uint16) for x in operands)).view(np.uint32), "i32")
     if text.startswith("ex2"):
         return Value(np.exp2(operands[0].data), "f32")
     operands = operands if result is None else [None, *operands]  # as the text counts them

@@ -306,18 +306,31 @@ def key_fragment(raw_ref, scale_ref, odd_ref, which, chunk: int, layouts: tuple[
                     four = arith.extui(i32_type(), _load(raw, at, 16))
                     return [_times(pair, factor) for pair in _fp4_pairs(four, across=False)]
                 at = arith.addi(base[half], arith.addi(arith.muli(quad, i32(4)), i32(64 * chunk + 16 * step)))
-                return [_times(pair, factor) for pair in _fp8_pairs(_load(raw, at, 32))]
+                return [_times(pair, factor) for pair in _fp8_pairs(_load(raw, at, 32), magnitudes[half])]
 
             def general(half, step):  # any float32 scale
                 at = arith.addi(base[half], arith.addi(arith.muli(quad, i32(4)), i32(64 * chunk + 16 * step)))
                 at_scale = arith.addi(base[half], i32(layout.scale + 64 * chunk // layout.group * 4))
                 factor = llvm.bitcast(ir.F32Type.get(), _load(raw, at_scale, 32))
-                return [_times_floats(pair, factor, factor) for pair in _fp8_pairs(_load(raw, at, 32))]
+                pairs = _fp8_pairs(_load(raw, at, 32), magnitudes[half])
+                return [_times_floats(pair, factor, factor) for pair in pairs]
 
-            fast = functools.partial(_key_words, exact)
+            def words(convert):
+                """A NaN code would be read as 480: its row gets a NaN, with which all its scores are."""
+                for found in magnitudes:
+                    found.clear()
+                registers = _key_words(convert)
+                for half, found in enumerate(magnitudes if layout.kind == "fp8" else []):
+                    nan = _has_nan_code(found)
+                    bits = arith.select(nan, i32(0x7FFF7FFF), llvm.bitcast(i32_type(), registers[half]))
+                    registers[half] = llvm.bitcast(_pair(), bits)
+                return registers
+
+            magnitudes = ([], [])
+            fast = functools.partial(words, exact)
             if layout.format != V32():
                 return fast()
-            return _if(_is_odd(odd_ref), functools.partial(_key_words, general), fast, [_pair()] * 16)
+            return _if(_is_odd(odd_ref), functools.partial(words, general), fast, [_pair()] * 16)
 
         registers = _by_layout(which, layouts, of, [_pair()] * 16)
         return _fragment(np.array(registers, dtype=object).reshape(8, 2), (BLOCK, 64))
@@ -484,6 +497,7 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                     return [llvm.bitcast(i32_type(), _down(word, layout.down)) for word in words]
 
                 def quantised(convert):
+                    magnitudes = []
                     if layout.kind == "fp4":
                         packed = _load_two(raw, arith.addi(base, arith.divui(value, i32(2))))
                         fours = [
@@ -491,11 +505,13 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                         ]
                         pairs = [_fp4_pairs(f, across=False) for f in fours]
                     else:
-                        pairs = [_fp8_pairs(word) for word in _load_four(raw, arith.addi(base, value))]
+                        pairs = [_fp8_pairs(word, magnitudes) for word in _load_four(raw, arith.addi(base, value))]
                     words = []
                     for two in pairs:
                         a, b = (llvm.bitcast(i32_type(), convert(pair)) for pair in two)
                         words += [permute(a, b, 0x5410), permute(a, b, 0x7632)]
+                    if magnitudes:
+                        words[0] = arith.select(_has_nan_code(magnitudes), i32(0x7FFF7FFF), words[0])
                     return words
 
                 def exact():
@@ -534,12 +550,27 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
     write(raw_ref, scale_ref, odd_ref, which, tile_ref)
 
 
-def _fp8_pairs(word):
-    """Four FP8 numbers as 2^-120 times bf16 numbers: the first and third as a pair, then the second and fourth."""
+def _fp8_pairs(word, magnitudes=None):
+    """Four FP8 numbers as 2^-120 times bf16 numbers: the first and third as a pair, then the second and fourth.
+
+    Appends their magnitudes, for `_has_nan_code`.
+    """
     sign, rest = i32(0x80008000), i32(0x07F007F0)
-    low = arith.ori(arith.andi(arith.shli(word, i32(8)), sign), arith.andi(arith.shli(word, i32(4)), rest))
-    high = arith.ori(arith.andi(word, sign), arith.andi(arith.shrui(word, i32(4)), rest))
+    low, high = arith.andi(arith.shli(word, i32(4)), rest), arith.andi(arith.shrui(word, i32(4)), rest)
+    if magnitudes is not None:
+        magnitudes += [low, high]
+    low = arith.ori(arith.andi(arith.shli(word, i32(8)), sign), low)
+    high = arith.ori(arith.andi(word, sign), high)
     return [llvm.bitcast(_pair(), low), llvm.bitcast(_pair(), high)]
+
+
+def _has_nan_code(magnitudes):
+    """Whether one of the magnitudes of `_fp8_pairs` is that of NaN, which is the largest there is."""
+    most = magnitudes[0]
+    for each in magnitudes[1:]:
+        most = llvm.inline_asm(i32_type(), [most, each], "max.u16x2 $0, $1, $2;", "=r,r,r")
+    above = arith.andi(arith.addi(most, i32(0x00100010)), i32(0x08000800))
+    return arith.cmpi(arith.CmpIPredicate.ne, above, i32(0))
 
 
 def _fp4_pairs(word, across: bool):
