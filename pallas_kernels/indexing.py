@@ -33,6 +33,18 @@ def scatter_rows(
     return array.at[jnp.where(indices < 0, n, indices)].set(rows.astype(array.dtype), mode="drop")
 
 
+def add_rows(
+    array: Shaped[Array, "N *row"], indices: Int32[Array, "*any"], rows: Shaped[Array, "*all"]
+) -> Shaped[Array, "N *row"]:
+    """`array` plus ``rows`` [*indices.shape, *row] at `indices`; an index below 0 or at least N adds nothing.
+
+    Rows of the same index are all added, in no fixed order.
+    """
+    checks.integer("indices", indices)
+    n = array.shape[0]
+    return array.at[jnp.where(indices < 0, n, indices)].add(rows, mode="drop")
+
+
 def page_and_row(slots: Int32[Array, "*any"], page_size: int, num_pages: int):
     """Page and row of every slot, and whether it lies in the cache. Page is num_pages where it does not."""
     checks.integer("slots", slots)

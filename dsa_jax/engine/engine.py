@@ -267,10 +267,10 @@ class Engine:
                 )
         own = self._pool.allocate(needed)
         if prefix is not None:
-            self._pool.hold(prefix.pages[:whole])
-            if whole < len(prefix.pages):  # the last page is not full: both would write to it
-                copies.append((prefix.pages[whole], own[0]))
-        request.pages = ([] if prefix is None else list(prefix.pages[:whole])) + own
+            self._pool.hold(prefix.page_ids[:whole])
+            if whole < len(prefix.page_ids):  # the last page is not full: both would write to it
+                copies.append((prefix.page_ids[whole], own[0]))
+        request.page_ids = ([] if prefix is None else list(prefix.page_ids[:whole])) + own
         request.fed = request.most_fed = 0 if prefix is None else prefix.tokens
         request.slot, request.state = self._rows.index(None), "prefill"
         self._rows[request.slot] = request
@@ -406,7 +406,7 @@ class Engine:
             return
         rows, places = np.full(size, -1, np.int32), np.full(size, -1, np.int32)
         for i, request in enumerate(requests):
-            place = self._prefixes.keep(request.held(), request.pages[: -(-request.fed // self.page_tokens)])
+            place = self._prefixes.keep(request.held(), request.page_ids[: -(-request.fed // self.page_tokens)])
             if place is not None:
                 rows[i], places[i] = request.slot, place
         self._store = self.model.programs.keep(self._store, places, self._slots, rows)
@@ -416,22 +416,22 @@ class Engine:
         del self._requests[request.id]
         if request.slot >= 0:
             self._rows[request.slot] = None
-            self._pool.release(request.pages)
+            self._pool.release(request.page_ids)
 
     def _own_pages(self, request: Request, first: int) -> None:
         """Copies pages first, first + 1, .. of the request that others hold too, so that it may write them."""
-        shared = [i for i in range(first, len(request.pages)) if self._pool.is_shared(request.pages[i])]
+        shared = [i for i in range(first, len(request.page_ids)) if self._pool.is_shared(request.page_ids[i])]
         if not self._prefixes.make_room(len(shared)):
             raise ValueError(
                 f"Request {request.id} shares {len(shared)} pages that it would have to copy, and {self.free_pages} are "
                 "free. Try again when another request has ended."
             )
-        shared = [i for i in shared if self._pool.is_shared(request.pages[i])]
+        shared = [i for i in shared if self._pool.is_shared(request.page_ids[i])]
         copies = []
         for i, page in zip(shared, self._pool.allocate(len(shared)), strict=True):
-            copies.append((request.pages[i], page))
-            self._pool.release([request.pages[i]])
-            request.pages[i] = page
+            copies.append((request.page_ids[i], page))
+            self._pool.release([request.page_ids[i]])
+            request.page_ids[i] = page
         self._copy(copies)
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:

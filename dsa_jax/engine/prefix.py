@@ -18,7 +18,7 @@ class Prefix:
     """A kept boundary: `tokens` tokens, the pages that hold them, and the place of the snapshot."""
 
     tokens: int
-    pages: tuple[int, ...]
+    page_ids: tuple[int, ...]
     place: int
 
 
@@ -64,7 +64,7 @@ class PrefixCache:
         if not self._kept:
             return False
         _, prefix = self._kept.popitem(last=False)
-        self._pool.release(prefix.pages)
+        self._pool.release(prefix.page_ids)
         self._places.append(prefix.place)
         self.evicted += 1
         return True

@@ -17,8 +17,8 @@ STOP_IDS = 8  # how many a request may have
 @dataclass
 class Request:
     """One request. tokens: prompt, then what was generated. fed: how many of them the cache holds, and most_fed the
-    most that it ever held. sampling: as `on_host` gives it. slot: its row of the engine's arrays, and pages: its pages, from
-    its admission on."""
+    most that it ever held. sampling: as `on_host` gives it. slot: its row of the engine's arrays, and page_ids: its pages,
+    from its admission on."""
 
     id: int
     tokens: list[int]
@@ -31,7 +31,7 @@ class Request:
     fed: int = 0
     most_fed: int = 0
     slot: int = -1
-    pages: list[int] = field(default_factory=list)
+    page_ids: list[int] = field(default_factory=list)
     waiting_said: bool = False
 
     @property
@@ -49,7 +49,7 @@ def table_of(requests: Sequence[Request | None], width: int) -> np.ndarray:
     table = np.full((len(requests), width), -1, np.int32)
     for row, request in zip(table, requests, strict=True):
         if request is not None:
-            row[: len(request.pages)] = request.pages
+            row[: len(request.page_ids)] = request.page_ids
     return table
 
 

@@ -64,13 +64,13 @@ def _score(q, q_scale, views, weights, schedule, kind, blocks, size, layout, rou
     per_tile = dense.KEYS // size
     halves = dense.KEYS // lanes.KEYS
 
-    def load(refs, row, tile, values_s, words_s, barrier):
+    def load(refs, row, tile, values_smem, words_smem, barrier):
         values_ref, words_ref, places_ref = refs
         places = mosaic.load_places(places_ref, row * sm90.row_places(blocks) + tile * per_tile)
         for half in range(halves):
             keys = pl.ds(half * lanes.KEYS, lanes.KEYS)
             mosaic.gather_tile(
-                values_s.at[keys], words_s.at[keys], values_ref, words_ref, places, half * (per_tile // halves),
+                values_smem.at[keys], words_smem.at[keys], values_ref, words_ref, places, half * (per_tile // halves),
                 size=size, word_layout=layout, swizzle=kind.swizzle,
             )  # fmt: skip
 

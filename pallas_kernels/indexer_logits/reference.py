@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import blocks, quantize
+from pallas_kernels import blocks, indexing, quantize
 from pallas_kernels.slots.reference import positions_to_slots
 
 COLUMNS = 2048  # a fixed width, so that a score does not depend on how many columns there are
@@ -71,8 +71,7 @@ def indexer_logits(
         key = start + jnp.arange(columns)
         at = key - row_start[:, None]
         visible = (at >= 0) & (key < row_end[:, None])
-        row = jnp.arange(rows)[:, None]
-        return out.at[row, jnp.where(visible, at, compressed)].set(column_block(start), mode="drop")
+        return jax.vmap(indexing.scatter_rows)(out, jnp.where(visible, at, -1), column_block(start))
 
     return lax.fori_loop(0, -(-total // columns), move, out)
 

@@ -128,7 +128,7 @@ def _step(q, kv, dout, along, lse, dlse, total, prefix, carry, block, *, scale, 
     dq += einsum("rhk,rkd->rhd", ds, k)
     dk = einsum("rhk,rhd->rkd", ds, q.astype(jnp.float32))
     dk = dk.at[..., :v_width].add(einsum("rhk,rhv->rkv", w, dout))
-    dkv = dkv.at[jnp.where(valid, indices, kv.shape[0])].add(dk, mode="drop")
+    dkv = indexing.add_rows(dkv, indices, dk)
     return (dq, dkv), None
 
 

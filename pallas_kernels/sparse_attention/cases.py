@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.case import Case
+from pallas_kernels.indexing import gather_rows
 
 VALUES = 512
 _SAMPLE = 6  # query rows that are checked, spread from the first to the last
@@ -11,7 +12,7 @@ _SAMPLE = 6  # query rows that are checked, spread from the first to the last
 
 def exact(q, kvs, lists, sink, scale):
     """q [R, H, D] over lists [R, K] of rows of kvs, in float32: out [R, H, 512]."""
-    kv = jnp.concatenate([kv[jnp.clip(each, 0, len(kv) - 1)] for kv, each in zip(kvs, lists)], axis=1)
+    kv = jnp.concatenate([gather_rows(kv, each) for kv, each in zip(kvs, lists)], axis=1)
     valid = jnp.concatenate([(each >= 0) & (each < len(kv)) for kv, each in zip(kvs, lists)], axis=1)
     kv = kv.astype(jnp.float32)
     scores = jnp.einsum("rhd,rkd->rhk", q.astype(jnp.float32), kv, precision="highest") * scale

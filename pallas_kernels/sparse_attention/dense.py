@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import blocks, platform
+from pallas_kernels import blocks, indexing, platform
 from pallas_kernels.sparse_attention import online_softmax
 
 # Rows of kv per entry of the lists up to which dense products are taken to be faster, by what runs otherwise. Estimates:
@@ -81,4 +81,4 @@ def _counts(indices, length, rows, entries):
     if entries is not None:
         valid &= column < entries
     found = jnp.zeros((len(indices), rows), jnp.float32)
-    return found.at[jnp.arange(len(indices))[:, None], jnp.where(valid, indices, rows)].add(1.0, mode="drop")
+    return jax.vmap(indexing.add_rows)(found, jnp.where(valid, indices, -1), jnp.ones(indices.shape, jnp.float32))
