@@ -1,5 +1,5 @@
 # make demo: a tiny random DeepSeek-V4.1 checkpoint is written, loaded and generates.   make test: what runs before
-# every commit.   make test-slow: the rest, which CI runs as well.   make pages: docs, tables and notebooks from the code.
+# every commit.   make test-slow: the rest, by hand.   make pages: docs, tables and notebooks from the code.
 CANDIDATES := python3.14 python3.13 python3.12 python3 $(wildcard $(HOME)/.pyenv/versions/*/bin/python3)
 WORKS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(WORKS)' 2>/dev/null && echo $(p))))
