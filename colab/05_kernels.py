@@ -70,12 +70,13 @@ if report is not None:
 # %% [markdown]
 # ## One kernel, step by step
 #
-# Exact top-k is written as one program for lanes of a warp, and runs in four places: on Hopper, on Blackwell, in the GPU
-# interpreter, and in a simulator that looks for races. It makes three passes over a row at most:
+# Exact top-k is written as one program for lanes of a warp. It is compiled for Hopper and Blackwell, and runs in the GPU
+# interpreter and in a simulator that looks for races too. It reads each row once:
 #
-# 1. every score becomes an unsigned key whose order is the scores' order (sign flip; NaN below everything);
-# 2. a histogram of the keys' leading bits finds the bucket in which the k-th best lies; deeper digits narrow it down;
-# 3. keys above the threshold are written in order of position, those equal to it until k are there: ties go to the lower position.
+# 1. a sample of the row gives a floor; scores above it go to a list in shared memory. If the list overflows, the floor rises
+#    to the exact k-th best of what was seen;
+# 2. a radix selection over the list finds the k-th best key; a key is a score as an unsigned number of the same order;
+# 3. a bitmap puts the chosen positions in order; of scores equal to the k-th best, lower positions come first.
 #
 # What the program is made of, in its own words:
 
