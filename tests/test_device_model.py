@@ -1,6 +1,7 @@
 """On a GPU with kernels: a model of the released widths gives with kernels what it gives with the references."""
 
 import dataclasses
+import re
 import zlib
 
 import jax
@@ -21,6 +22,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS, CHUNKS = 512, 6
+SHARED = {"indexer_logits", "candidate_logits", "top_k"}
+KERNELS = {"prefill": SHARED | {"sparse_attention"}, "decode": SHARED | {"sparse_decode"}}
 
 
 def released_widths():
@@ -60,28 +63,38 @@ def random_model(config, implementation):
     return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), BF16, implementation)
 
 
+def kernels_of(lm, cache, tokens, count):
+    """The operations that a step's compiled program gives to kernels."""
+    program = lm._forward.lower(lm.leaves, cache, tokens, count, None).compile().as_text()
+    calls = re.findall(r'^.*custom_call_target="[^"]*mosaic_gpu.*op_name="([^"]*)"', program, re.MULTILINE)
+    return {part for name in calls for part in name.split("/")} & set().union(*KERNELS.values())
+
+
 def run(config, implementation):
-    """Logits and taps of the last of six chunks of 512 tokens."""
+    """Logits and taps of the last of six chunks of 512 tokens, and logits of the token after it."""
     lm = random_model(config, implementation)
     tokens = np.random.default_rng(0).integers(0, 4000, (CHUNKS, 1, ROWS)).astype(np.int32)
-    cache = lm.new_cache(1, CHUNKS * ROWS)
-    count = np.array([ROWS], np.int32)
-    program = lm._forward.lower(lm.leaves, cache, tokens[0], count, None).as_text()
-    # Where dispatch holds every kernel back, both runs would be the references, and their agreement would say nothing.
-    assert ("mosaic_gpu" in program) == (implementation is None), "no kernel took part, or one where none was asked for"
+    cache = lm.new_cache(1, CHUNKS * ROWS + 1)
+    count, one = np.array([ROWS], np.int32), np.array([1], np.int32)
+    for kind, *step in (("prefill", tokens[0], count), ("decode", tokens[0, :, :1], one)):
+        # Where dispatch holds kernels back, both runs would be the references, and their agreement would say nothing.
+        assert kernels_of(lm, cache, *step) == (KERNELS[kind] if implementation is None else set()), kind
     for chunk in tokens:
         logits, cache, taps = lm.forward(cache, chunk, count)
     wanted = ("index_score", "selected", "candidates")
-    return np.asarray(logits)[0], {n: np.asarray(v)[0] for n, v in taps.items() if n.endswith(wanted)}
+    kept = {n: np.asarray(v)[0] for n, v in taps.items() if n.endswith(wanted)}
+    after, _, _ = lm.forward(cache, tokens[0, :, :1], one)
+    return np.asarray(logits)[0], kept, np.asarray(after)[0]
 
 
 def test_kernels_and_references_choose_the_same_and_agree_in_logits():
     config = dataclasses.replace(released_widths(), max_position_embeddings=65536)
-    logits, taps = run(config, None)
-    expected, reference = run(config, "reference")
-    distance = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-    print(f"logits: relative distance {distance:.2e}")
-    assert np.isfinite(logits).all() and distance <= TOLERANCES["bf16"].hidden
+    logits, taps, after = run(config, None)
+    expected, reference, expected_after = run(config, "reference")
+    for kind, found, wanted in (("prefill", logits, expected), ("decode", after, expected_after)):
+        distance = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        print(f"logits of {kind}: relative distance {distance:.2e}")
+        assert np.isfinite(found).all() and distance <= TOLERANCES["bf16"].hidden, kind
     for layer in (1, 3, 5):
         ours, theirs = taps[f"layer{layer}.index_score"], reference[f"layer{layer}.index_score"]
         if layer == 5:  # the consumer ranks inside its candidates only: rows whose candidates agree

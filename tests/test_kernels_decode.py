@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_chip
 import pytest
 import tolerances
 
 from pallas_kernels import Model1, PagedRows, Plain, V32, V41MXFP8, V41NVFP4, aot, dispatch, sparse_decode
-from pallas_kernels.sparse_decode import sm90
+from pallas_kernels.sparse_decode import sm90, sm100
 
 BF16 = jnp.bfloat16
 V41 = (V41MXFP8(), V41NVFP4())
@@ -64,7 +65,7 @@ def test_a_kernel_attends_as_the_reference(family, name):
         )  # fmt: skip
 
     wanted, wanted_lse = run("reference")
-    found, lse = run(f"interpret_{family}", **ways)
+    found, lse = run(on_chip.implementation(family), **ways)
     assert float(jnp.linalg.norm(found - wanted) / jnp.linalg.norm(wanted)) < tolerances.of("kernels_decode.out")
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(wanted_lse))
     finite = np.isfinite(wanted_lse)
@@ -83,7 +84,7 @@ def test_ac_53_a_row_has_the_same_bits_alone_and_in_a_batch():
     def run(rows):
         found = sparse_decode(
             q[rows], caches, tuple(slots[rows] for slots in lists), scale=0.05, split_size=128,
-            implementation="interpret_sm90",
+            implementation=on_chip.implementation("sm90"),
         )  # fmt: skip
         return [np.asarray(x, np.float32) for x in found]
 
@@ -96,7 +97,7 @@ def test_what_the_kernel_does_not_carry():
     cache = PagedRows.zeros(V41MXFP8(), 2, 64)
 
     def run(q=q, cache=cache, **options):
-        return sparse_decode(q, (cache,), slots, scale=1.0, implementation="interpret_sm90", **options)
+        return sparse_decode(q, (cache,), slots, scale=1.0, implementation=on_chip.implementation("sm90"), **options)
 
     odd_stride = PagedRows(jnp.zeros((2, 528 * 64 + 8), jnp.uint8), V41MXFP8(), 64)
     cases = [
@@ -113,10 +114,10 @@ def test_what_the_kernel_does_not_carry():
             call()
 
 
-def test_ac_76_the_kernel_is_held_back_until_it_has_run():
+def test_ac_76_a_kernel_is_held_back_until_it_has_run():
     """Never chosen by itself: the reference runs, and one line says why."""
     with pytest.raises(NotImplementedError, match="name it to run it"):
-        dispatch._refuse_unproven(sm90.sparse_decode, "sparse_decode", ())
+        dispatch._refuse_unproven(sm100.sparse_decode, "sparse_decode", ())
 
 
 @pytest.mark.slow

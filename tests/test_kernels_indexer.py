@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_chip
 import pytest
 import tolerances
 
-from pallas_kernels import aot, dequantize_fp4, mosaic, quantize_mxfp4
+from pallas_kernels import aot, dequantize_fp4, mosaic, platform, quantize_mxfp4
 from pallas_kernels.candidate_logits import (
     candidate_logits,
     expand_candidates,
@@ -30,13 +31,15 @@ def few_cores(monkeypatch):
     monkeypatch.setattr(mosaic, "CORES", 2)
 
 
-def agree(found, wanted):
+def agree(found, wanted, rounding=None):
+    """On a GPU, FP8 products are summed in fewer bits, which may change what a score is rounded to."""
     found, wanted = np.asarray(found), np.asarray(wanted)
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(wanted))
     visible = ~np.isneginf(wanted)
     if visible.any():
         scale = np.abs(wanted[visible]).max()
-        bound = tolerances.of("kernels_indexer.logits") * scale
+        name = "logits" if platform.kernel_name() is None else "hopper" if rounding is None else "hopper.rounded"
+        bound = tolerances.of(f"kernels_indexer.{name}") * scale
         np.testing.assert_allclose(found[visible], wanted[visible], rtol=0, atol=bound)
 
 
@@ -64,7 +67,7 @@ def paged(rng, batch, table_width, page_size, lengths, form=IndexFP8(128)):
 
 
 def interpreted(function, *args, **kwargs):
-    with mosaic.interpreter():
+    with on_chip.place():
         return jax.block_until_ready(function(*args, **kwargs))
 
 
@@ -111,11 +114,13 @@ def test_ragged(heads, rows, keys, columns, scaled, packed_keys, rounding):
         arguments["k_scale"] = scale
     config = TuningConfig(columns=columns, math=2, stages=4)
     found = interpreted(dense_sm90.indexer_logits, q, k, weights, config=config, **arguments)
-    agree(found, indexer_logits(q, k, weights, implementation="reference", **arguments))
+    agree(found, indexer_logits(q, k, weights, implementation="reference", **arguments), rounding)
 
 
-@pytest.mark.parametrize("implementation", ["reference", slow("interpret_sm90")])
+@pytest.mark.parametrize("implementation", ["reference", slow(on_chip.implementation("sm90"))])
 def test_compressed_rows_and_bf16_scores(implementation):
+    if implementation == "reference" and platform.kernel_name() is not None:
+        pytest.skip("on a GPU, XLA sums other shapes in another order")
     rng = np.random.default_rng(2)
     q, weights = queries(rng, 5, 32)
     k, scale = packed(rng, 150)
@@ -179,7 +184,7 @@ def test_public_function_runs_the_kernel_and_garbage_stays_unseen():
     q, weights = queries(rng, 2, 1, 32)
     lengths = np.array([[70], [5]], np.int32)
     keys, table = paged(rng, 2, 2, 64, lengths)
-    arguments = dict(context_lens=jnp.asarray(lengths), block_table=table, implementation="interpret_sm90")
+    arguments = dict(context_lens=jnp.asarray(lengths), block_table=table, implementation=on_chip.implementation("sm90"))
     found = paged_indexer_logits(q, keys, weights, **arguments)
     agree(found, paged_indexer_logits(q, keys, weights, **arguments | {"implementation": "reference"}))
     # NaN in every row that no request sees changes nothing; nor does a schedule made beforehand.
@@ -189,7 +194,7 @@ def test_public_function_runs_the_kernel_and_garbage_stays_unseen():
         seen[np.asarray(table)[b, position // 64] * 64 + position % 64] = True
     unseen = jnp.asarray(np.flatnonzero(~seen).astype(np.int32))
     poisoned = keys.scatter(unseen, jnp.full((unseen.shape[0], 128), jnp.nan))
-    schedule = make_indexer_schedule(jnp.asarray(lengths), 32, implementation="interpret_sm90")
+    schedule = make_indexer_schedule(jnp.asarray(lengths), 32, implementation=on_chip.implementation("sm90"))
     again = paged_indexer_logits(q, poisoned, weights, schedule=schedule, **arguments)
     np.testing.assert_array_equal(np.asarray(found), np.asarray(again))
 
@@ -241,7 +246,7 @@ def test_ragged_candidates_up_to_the_last_key(packed_keys, count, monkeypatch):
     arguments = dict(row_start=jnp.asarray(start), row_end=jnp.asarray(end), k_scale=scale)
     schedule = make_ragged_candidate_schedule(
         candidates, row_start=arguments["row_start"], row_end=arguments["row_end"], heads=32,
-        implementation="interpret_sm90",
+        implementation=on_chip.implementation("sm90"),
     )  # fmt: skip
     function = candidate_sm90.ragged_candidate_logits
     config = TuningConfig(columns=64, math=2, stages=4)
@@ -328,14 +333,14 @@ def test_wrong_scales_and_schedules_are_named(unchecked):
         paged_indexer_logits(packed_q, keys, weights, q_scale=q_scale, **arguments)
     with pytest.raises(ValueError, match="only packed MXFP4 queries"):
         paged_indexer_logits(q, keys, weights, q_scale=q_scale, **arguments)
-    other = make_indexer_schedule(jnp.zeros((3, 1), jnp.int32), 32, implementation="interpret_sm90")
+    other = make_indexer_schedule(jnp.zeros((3, 1), jnp.int32), 32, implementation=on_chip.implementation("sm90"))
     with pytest.raises(ValueError, match="schedule holds 3 blocks .* 2 requests of 1 rows"):
-        paged_indexer_logits(q, keys, weights, schedule=other, implementation="interpret_sm90", **arguments)
+        paged_indexer_logits(q, keys, weights, schedule=other, implementation=on_chip.implementation("sm90"), **arguments)
     candidates = expand_candidates(jnp.zeros((2, 1, 4), jnp.int32), jnp.asarray(lengths), 4)
     with pytest.raises(NotImplementedError, match="blocks of 8 or 16 positions, not 4"):
-        make_candidate_schedule(candidates, keys, heads=32, implementation="interpret_sm90", **arguments)
+        make_candidate_schedule(candidates, keys, heads=32, implementation=on_chip.implementation("sm90"), **arguments)
     with pytest.raises(NotImplementedError, match="8, 16, 32, 64 heads, and q has 24"):
-        make_indexer_schedule(jnp.asarray(lengths), 24, implementation="interpret_sm90")
+        make_indexer_schedule(jnp.asarray(lengths), 24, implementation=on_chip.implementation("sm90"))
     assert make_indexer_schedule(jnp.asarray(lengths), 24, implementation="reference") is None
 
 
@@ -370,10 +375,10 @@ def test_what_is_not_carried_says_so():
     k, _ = packed(rng, 64)
     bounds = dict(row_start=jnp.zeros(2, jnp.int32), row_end=jnp.full(2, 64, jnp.int32))
     with pytest.raises(NotImplementedError, match="8, 16, 32, 64 heads, and q has 24"):
-        indexer_logits(q, k, weights, implementation="interpret_sm90", **bounds)
+        indexer_logits(q, k, weights, implementation=on_chip.implementation("sm90"), **bounds)
     q, weights = queries(rng, 2, 32)
     with pytest.raises(NotImplementedError, match="it needs float8_e4m3fn, and q is float32"):
-        indexer_logits(q.astype(jnp.float32), k, weights, implementation="interpret_sm90", **bounds)
+        indexer_logits(q.astype(jnp.float32), k, weights, implementation=on_chip.implementation("sm90"), **bounds)
     with pytest.raises(ValueError, match="columns=96"):
         TuningConfig(columns=96, math=2, stages=4)
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_chip
 import pytest
 import tolerances
 
@@ -14,7 +15,7 @@ from pallas_kernels.sparse_attention.cases import CASES
 
 BF16, INF = jnp.bfloat16, float("inf")
 ROWS = 90
-INTERPRETED = "interpret_sm90"
+INTERPRETED = on_chip.implementation("sm90")
 
 
 @pytest.fixture(autouse=True)

@@ -55,6 +55,8 @@ TABLE |= {
 
 TABLE |= {
     "kernels_indexer.logits": (2e-6, "of the largest score: exact products, float32 sums of 64 heads in another order"),
+    "kernels_indexer.hopper": (5e-4, "as above; the tensor cores add FP8 products with about 14 bits (2^-13 of the largest)"),
+    "kernels_indexer.hopper.rounded": (8e-3, "such a score rounded to bf16 before and after the sum: one step of 2^-8 each"),
 }
 
 TABLE |= {

@@ -352,10 +352,3 @@ def fill_unseen(out_ref, length_ref, rows, queries, share, shares):
 
     count = out_ref.shape[0] * pieces
     lax.fori_loop(0, (count - share + shares - 1) // shares, step, None)
-
-
-def unproven(function, args):
-    """Why this kernel is not chosen by itself for a call that it carries, or None."""
-    if function == "indexer_logits" and (args[3] is not None or jnp.dtype(args[4]) != jnp.float32):
-        return "the sm90 kernel was never run on a GPU with compressed rows or bf16 scores; name it to run it."
-    return None

@@ -90,11 +90,6 @@ def decode(attend, q, caches, lists, *, topk_lengths, sink, scale, num_splits, s
     return out.reshape(batch, per_request, heads, VALUES), lse.reshape(batch, per_request, heads)
 
 
-def unproven(function, args):
-    """Why this kernel is not chosen by itself for a call that it carries, or None."""
-    return "the sm90 kernel was compiled and interpreted, but never run on a GPU; name it to run it."
-
-
 def require(q, caches, lists, scale, v_width, p_dtype, out_dtype, family="sm90"):
     """Raises NotImplementedError unless the kernels of this operation carry the call."""
     _, _, heads, width = q.shape
