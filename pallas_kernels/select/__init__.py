@@ -9,21 +9,27 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import blocks, checks
-from pallas_kernels.candidate_logits import Candidates, candidate_logits, candidate_positions
-from pallas_kernels.indexer_logits import check_paged, paged_indexer_logits
+from pallas_kernels.candidate_logits import Candidates, candidate_logits, candidate_positions, make_candidate_schedule
+from pallas_kernels.indexer_logits import check_paged, make_indexer_schedule, paged_indexer_logits
 from pallas_kernels.records import PagedRows
 from pallas_kernels.top_k import top_k, top_k_and_candidate_blocks
+from pallas_kernels.top_k.reference import block_scores
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """What an indexer chose: topk_indices int32 [B, N, k] (ascending positions, then -1), counts int32 [B, N], and
-    candidate_blocks int32 [B, N, C] (ascending ids, then -1) or None."""
+    candidate_blocks int32 [B, N, C] (ascending ids, then -1) or None.
+
+    scores, block_scores: float32, of the chosen positions and blocks, -inf where there is none; None if not asked for.
+    """
 
     topk_indices: Any
     counts: Any
     candidate_blocks: Any
+    scores: Any = None
+    block_scores: Any = None
 
 
 def select(
@@ -38,15 +44,19 @@ def select(
     candidate_topk_blocks: int | None = None,
     candidate_block_size: int | None = None,
     rounding: Any = None,
+    return_scores: bool = False,
     byte_budget: int = blocks.BUDGET,
+    schedule: Any = None,
     implementation: str | None = None,
 ) -> Selection:
     """The k best positions of every query row: indexer scores, then top_k, on as many rows as the budget allows.
 
     With `candidates` only their blocks are scored. With `candidate_topk_blocks` and `candidate_block_size` the row's
     own candidate blocks are chosen from the same scores as well. `byte_budget` bounds the score arrays (at least one
-    row is scored at a time); the result does not depend on it. Ties and masks as in top_k, scores as in
-    indexer_logits; `implementation` names that of the two operations inside.
+    row is scored at a time); the result does not depend on it. schedule: of `make_select_schedule` for the same lengths,
+    table, candidates and budget, made once per step; None makes it here. Ties and masks as in top_k, scores as in
+    indexer_logits; `implementation` names that of the two operations inside. `return_scores` adds what `merge_top_k`
+    takes where `keys` are one of several shards: scores, and of blocks the highest of their visible positions.
     """
     sizes = {}
     check_paged(q, keys, weights, context_lens, block_table, rounding, sizes)
@@ -62,52 +72,129 @@ def select(
     if candidates is not None:
         checks.shape("candidates.blocks", candidates.blocks, "B N C", sizes)
 
-    def score_and_choose(arrays):
-        q, weights, lengths, table, candidates = arrays
+    def score_and_choose(table, rows, schedule):
+        q, weights, lengths, candidates = rows
         if candidates is not None:
             scores = candidate_logits(
                 q, keys, weights, candidates, context_lens=lengths, block_table=table, rounding=rounding,
-                implementation=implementation,
+                schedule=schedule, implementation=implementation,
             )  # fmt: skip
             columns, counts = top_k(scores, k, implementation=implementation)
-            return Selection(candidate_positions(columns, candidates, candidates.block_size), counts, None)
+            positions = candidate_positions(columns, candidates, candidates.block_size)
+            return Selection(positions, counts, None, _taken(scores, columns) if return_scores else None)
         scores = paged_indexer_logits(
-            q, keys, weights, context_lens=lengths, block_table=table, rounding=rounding, implementation=implementation
-        )
+            q, keys, weights, context_lens=lengths, block_table=table, rounding=rounding, schedule=schedule,
+            implementation=implementation,
+        )  # fmt: skip
         if candidate_topk_blocks is None:
-            return Selection(*top_k(scores, k, lengths=lengths, implementation=implementation), None)
-        return Selection(
-            *top_k_and_candidate_blocks(
-                scores, k, lengths, candidate_topk_blocks, candidate_block_size, implementation=implementation
-            )
+            positions, counts = top_k(scores, k, lengths=lengths, implementation=implementation)
+            return Selection(positions, counts, None, _taken(scores, positions) if return_scores else None)
+        positions, counts, ids = top_k_and_candidate_blocks(
+            scores, k, lengths, candidate_topk_blocks, candidate_block_size, implementation=implementation
+        )
+        if not return_scores:
+            return Selection(positions, counts, ids)
+        best = block_scores(scores, lengths, candidate_block_size)
+        return Selection(positions, counts, ids, _taken(scores, positions), _taken(best, ids))
+
+    blocking = _Blocking.of(context_lens, block_table, keys, candidates, byte_budget)
+    tables, rows = blocking.split_tables(block_table), blocking.split((q, weights, context_lens, candidates))
+
+    def group(operands):
+        table, rows, schedules = operands
+        return _each(lambda block: score_and_choose(table, *block), (rows, schedules))
+
+    return blocking.join(_each(group, (tables, rows, schedule)))
+
+
+def make_select_schedule(
+    context_lens: Int32[Array, "B N"],
+    block_table: Int32[Array, "B M"],
+    keys: PagedRows,
+    heads: int,
+    *,
+    candidates: Candidates | None = None,
+    byte_budget: int = blocks.BUDGET,
+    implementation: str | None = None,
+) -> Any:
+    """The schedules of all kernels that one `select` runs, for all layers of a step that call it with the same lengths,
+    table, candidates and budget, `heads` heads, and keys of the format and page size of `keys`. A pytree, or None where
+    the implementation needs none.
+    """
+    sizes = {}
+    checks.shape("context_lens", context_lens, "B N", sizes)
+    checks.shape("block_table", block_table, "B M", sizes)
+    checks.positive("heads", heads)
+    checks.positive("byte_budget", byte_budget)
+
+    def make(table, rows):
+        lengths, candidates = rows
+        if candidates is None:
+            return make_indexer_schedule(lengths, heads, implementation=implementation)
+        return make_candidate_schedule(
+            candidates, keys, context_lens=lengths, block_table=table, heads=heads, implementation=implementation
         )
 
-    if candidates is None:
-        width = sizes["M"] * keys.page_size
-    else:
-        width = sizes["C"] * candidates.block_size
-    rows = max(1, byte_budget // (COPIES * 4 * max(1, width)))
-    if rows >= sizes["B"]:  # every request at once, some of their rows at a time
-        return _over_rows(score_and_choose, rows // sizes["B"], (q, weights, context_lens, block_table, candidates))
-
-    def request(arrays):
-        one = jax.tree.map(lambda array: array[None], arrays)
-        return jax.tree.map(lambda array: array[0], _over_rows(score_and_choose, rows, one))
-
-    return lax.map(request, (q, weights, context_lens, block_table, candidates))
+    blocking = _Blocking.of(context_lens, block_table, keys, candidates, byte_budget)
+    tables, rows = blocking.split_tables(block_table), blocking.split((context_lens, candidates))
+    return _each(lambda group: _each(lambda block: make(group[0], block), group[1]), (tables, rows))
 
 
 COPIES = 3  # scores, the keys that top_k makes of them, and what is being written while they are read
 
 
-def _over_rows(function, rows, arrays):
-    """`function` on blocks of `rows` query rows (axis 1); the block table goes to every block whole."""
-    q, weights, lengths, table, candidates = arrays
+@dataclasses.dataclass(frozen=True)
+class _Blocking:
+    """How a call is cut for its budget: into `groups` of requests, and the rows of each into `blocks` of `rows`."""
 
-    def block(arrays):
-        q, weights, lengths, candidates = jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), arrays)
-        chosen = function((q, weights, lengths, table, candidates))
-        return jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), chosen)
+    groups: int
+    blocks: int
+    rows: int
+    total: int
 
-    turned = jax.tree.map(lambda array: jnp.moveaxis(array, 1, 0), (q, weights, lengths, candidates))
-    return jax.tree.map(lambda array: jnp.moveaxis(array, 0, 1), blocks.map_rows(block, rows, turned))
+    @classmethod
+    def of(cls, context_lens, block_table, keys, candidates, byte_budget) -> "_Blocking":
+        batch, total = context_lens.shape
+        if candidates is None:
+            width = block_table.shape[1] * keys.page_size
+        else:
+            width = candidates.blocks.shape[-1] * candidates.block_size
+        rows = max(1, byte_budget // (COPIES * 4 * max(1, width)))
+        groups, rows = (1, rows // batch) if rows >= batch else (batch, rows)
+        rows = max(1, min(rows, total))
+        return cls(groups, max(1, -(-total // rows)), rows, total)
+
+    def split_tables(self, table):
+        """[B, M] -> [groups, B / groups, M]"""
+        return table.reshape(self.groups, -1, table.shape[1])
+
+    def split(self, tree):
+        """[B, N, ..] -> [groups, blocks, B / groups, rows, ..], the last block filled up with zeros."""
+
+        def one(array):
+            padding = [(0, 0), (0, self.blocks * self.rows - self.total)] + [(0, 0)] * (array.ndim - 2)
+            cut = jnp.pad(array, padding).reshape(self.groups, -1, self.blocks, self.rows, *array.shape[2:])
+            return jnp.swapaxes(cut, 1, 2)
+
+        return jax.tree.map(one, tree)
+
+    def join(self, tree):
+        """The inverse of `split`."""
+
+        def one(array):
+            cut = jnp.swapaxes(array, 1, 2)
+            return cut.reshape(-1, self.blocks * self.rows, *array.shape[4:])[:, : self.total]
+
+        return jax.tree.map(one, tree)
+
+
+def _taken(scores, ids):
+    """Scores [.., L] at ids [.., K]; -inf where an id is negative."""
+    return jnp.where(ids < 0, -jnp.inf, jnp.take_along_axis(scores, jnp.maximum(ids, 0), axis=-1))
+
+
+def _each(function, trees):
+    """`function` on every entry of axis 0, one after the other, results stacked; without a loop where there is one."""
+    if jax.tree.leaves(trees)[0].shape[0] > 1:
+        return lax.map(function, trees)
+    return jax.tree.map(lambda array: array[None], function(jax.tree.map(lambda array: array[0], trees)))

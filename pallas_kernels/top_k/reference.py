@@ -39,15 +39,9 @@ def top_k(scores, k, *, lengths=None, row_start=None, row_end=None, order="posit
 
 @functools.partial(jax.jit, static_argnames=("topk_blocks", "block_size"))
 def candidate_blocks(scores, lengths, topk_blocks, block_size):
-    total = scores.shape[-1]
-    blocks = -(-total // block_size)
-    lengths = jnp.minimum(lengths, total)[..., None]
-    scores = scores.astype(jnp.float32)
-    key = _key(jnp.where(jnp.isnan(scores), jnp.inf, scores))
-    key = jnp.where(jnp.arange(total) < lengths, key, -jnp.inf)
-    padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * block_size - total)]
-    key = jnp.pad(key, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], blocks, block_size)
-    best = _from_ascending(jnp.max(_ascending(key), axis=-1))  # a float maximum may take a subnormal for 0
+    lengths = jnp.minimum(lengths, scores.shape[-1])[..., None]
+    best = block_scores(scores, lengths[..., 0], block_size)
+    blocks = best.shape[-1]
     # The newest block stays out of the ranking, so that no number of infinite ones can push it out.
     newest = jnp.where(lengths > 0, (lengths - 1) // block_size, -1)
     width = min(topk_blocks, blocks)
@@ -56,6 +50,19 @@ def candidate_blocks(scores, lengths, topk_blocks, block_size):
     others, _ = top_k(jnp.where(jnp.arange(blocks) == newest, -jnp.inf, best), width - 1)
     ids = jnp.concatenate([others, newest], axis=-1)
     return _ordered(jnp.where(ids < 0, LAST, ids), None, "position", False)[0]
+
+
+@functools.partial(jax.jit, static_argnames="block_size")
+def block_scores(scores, lengths, block_size):
+    """What `candidate_blocks` ranks by, float32 [..., ceil(L / block_size)]: the highest visible score of every block."""
+    total = scores.shape[-1]
+    blocks = -(-total // block_size)
+    scores = scores.astype(jnp.float32)
+    key = _key(jnp.where(jnp.isnan(scores), jnp.inf, scores))
+    key = jnp.where(jnp.arange(total) < lengths[..., None], key, -jnp.inf)
+    padding = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * block_size - total)]
+    key = jnp.pad(key, padding, constant_values=-jnp.inf).reshape(*scores.shape[:-1], blocks, block_size)
+    return _from_ascending(jnp.max(_ascending(key), axis=-1))  # a float maximum may take a subnormal for 0
 
 
 def top_k_and_candidate_blocks(scores, k, lengths, topk_blocks, block_size):
