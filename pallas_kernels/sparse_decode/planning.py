@@ -1,6 +1,7 @@
 """Who attends to which part of which list: the schedule of a decode step, made once and shared by its layers."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -61,12 +62,23 @@ def make_schedule(widths, lengths, rows: int, heads: int, split_size=None, num_s
     result does not depend on the others. num_splits: so many parts of every row, some of them empty perhaps. Neither:
     equal shares, or whole rows where those take no longer.
     """
-    xp = np if all(length is None for length in lengths) else jnp
+    cores = 2 if mosaic.is_interpreted() else mosaic.CORES  # the interpreter runs one thread block after the other
+    threads = max(1, cores // head_groups(heads))
+    if all(length is None for length in lengths):
+        return _made_while_tracing(tuple(widths), tuple(lengths), rows, threads, split_size, num_splits)
+    return _made(jnp, widths, lengths, rows, threads, split_size, num_splits)
+
+
+@functools.lru_cache(maxsize=64)
+def _made_while_tracing(*arguments):
+    """The schedule of NumPy arrays for given shapes: the same one for every layer that is traced."""
+    return _made(np, *arguments)
+
+
+def _made(xp, widths, lengths, rows, threads, split_size, num_splits):
     blocks = xp.zeros(rows, xp.int32) + sum(list_blocks(widths, lengths))
     units = xp.maximum((blocks + 1) // 2, 1).astype(xp.int32)
     most = max(1, -(-sum(-(-width // BLOCK) for width in widths) // 2))
-    cores = 2 if mosaic.is_interpreted() else mosaic.CORES  # the interpreter runs one thread block after the other
-    threads = max(1, cores // head_groups(heads))
     if split_size is not None:
         return _fixed(xp, units, -(-most * UNIT // split_size), threads, size=split_size // UNIT)
     if num_splits is not None:
