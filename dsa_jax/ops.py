@@ -19,6 +19,7 @@ from pallas_kernels import (
     expand_candidates,
     fake_quantize,
     gather_rows,
+    make_select_schedule,
     paged_indexer_logits,
     positions_to_slots,
     preferred,
@@ -48,6 +49,7 @@ __all__ = [
     "expand_candidates",
     "fake_quantize",
     "gather_rows",
+    "make_select_schedule",
     "paged_indexer_logits",
     "positions_to_slots",
     "preferred",
@@ -83,23 +85,28 @@ def attend(
     scale: float,
     v_width: int | None = None,
     p_dtype=None,
+    topk_lengths: tuple[Int32[Array, "B S"] | None, ...] | None = None,
+    out_dtype=None,
 ) -> tuple[Float[Array, "B S H V"], Float32[Array, "B S H"]]:
     """Attention over listed slots of caches, out and lse, by whichever of two operations is faster.
 
     sparse_decode reads the records. Where a GPU's kernels run and the caches are small against the lists of all rows
     together (the chunks of a prefill), their rows are decoded once and sparse_attention gathers those. With kernels the
-    two agree to the roundings that both document, with the references in every bit.
+    two agree to the roundings that both document, with the references in every bit. Only the first topk_lengths of a
+    list are looked at. `out` is in out_dtype, default q.dtype, to which sparse_attention rounds in any case.
     """
     options = dict(sink=sink, scale=scale, v_width=v_width, p_dtype=p_dtype)
     if not _decodes_once(q, caches, slots):
-        return sparse_decode(q, caches, slots, **options)
+        return sparse_decode(q, caches, slots, topk_lengths=topk_lengths, out_dtype=out_dtype, **options)
     rows = tuple(
         cache.gather(jnp.arange(cache.num_slots, dtype=jnp.int32), jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32)
         for cache in caches
     )
     batch, count = q.shape[:2]
     lists = tuple(each.reshape(batch * count, -1) for each in slots)
-    out, lse = sparse_attention(q.reshape(batch * count, *q.shape[2:]), rows, lists, **options)
+    lengths = topk_lengths and tuple(None if each is None else each.reshape(-1) for each in topk_lengths)
+    out, lse = sparse_attention(q.reshape(batch * count, *q.shape[2:]), rows, lists, topk_length=lengths, **options)
+    out = out if out_dtype is None else out.astype(out_dtype)
     return out.reshape(batch, count, *out.shape[1:]), lse.reshape(batch, count, -1)
 
 

@@ -4,16 +4,18 @@ A step processes up to S tokens of each of B requests. Request b brings `count[b
 `start[b]` tokens that the cache already holds; rows beyond count are padding (position -1) and see and write nothing.
 Prefill, chunked prefill and decode differ in these numbers alone. What layers would otherwise compute each for itself
 is computed once: a `Step` by the model, before its layers; a selection and the expanded candidate blocks
-(`layers.indexer.Selected`) by the first layer that needs them.
+(`layers.indexer.Selected`), and the schedules of the scoring kernels, by the first layer that needs them.
 """
 
+import functools
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from dsa_jax import ops
+from dsa_jax import context, ops
 from dsa_jax.pytree import Leaf
 
 
@@ -90,6 +92,20 @@ class Step:
     def visible(self, ratio: int) -> Int32[Array, "B S"]:
         """How many compressed positions each row sees: those whose group ends at or before it."""
         return (self.positions + 1) // ratio
+
+    def scoring(self, ratio: int, keys: ops.PagedRows, heads: int, candidates: ops.Candidates | None = None) -> Any:
+        """The schedule for `ops.select` over compressed positions of `ratio`, or over `candidates` of them: made by the first
+        layer that asks, for all layers with keys of that ratio. To be asked for outside of a branch of lax.cond."""
+        key = (ratio, heads, candidates is None)
+        if key not in self._schedules:
+            self._schedules[key] = ops.make_select_schedule(
+                context.own_count(self.visible(ratio), keys.page_size), self.block_table, keys, heads, candidates=candidates
+            )
+        return self._schedules[key]
+
+    @functools.cached_property
+    def _schedules(self) -> dict[tuple[int, int, bool], Any]:
+        return {}
 
     def finished_groups(self, ratio: int) -> Int32[Array, "B G"]:
         """The groups of `ratio` tokens that end in this step, ascending, -1 padded. G = ceil(S / ratio)."""

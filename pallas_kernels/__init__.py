@@ -36,7 +36,7 @@ from pallas_kernels.records import (
     V41MXFP8,
     V41NVFP4,
 )
-from pallas_kernels.select import Selection, select
+from pallas_kernels.select import Selection, make_select_schedule, select
 from pallas_kernels.slots import positions_to_slots
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.sparse_decode import DecodeSchedule, combine, make_decode_schedule, sparse_decode
@@ -64,6 +64,7 @@ __all__ = [
     "make_decode_schedule",
     "make_indexer_schedule",
     "make_ragged_candidate_schedule",
+    "make_select_schedule",
     "merge_top_k",
     "Model1",
     "paged_indexer_logits",

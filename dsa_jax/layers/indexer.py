@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsa_jax import ops, ranks
+from dsa_jax import context, ops, ranks
 from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole
 from dsa_jax.layers.linear import Linear, QuantizedLinear
@@ -23,7 +23,8 @@ class Selected:
     """What an index source hands to the layers after it.
 
     topk_indices: compressed positions, int32 [B, S, K], ascending, then -1. slots: the same as slots of the source's
-    pages. candidates: the blocks that later sources may choose from (Candidates); None before the layer that makes them.
+    pages, and candidates: the blocks that later sources may choose from (Candidates), both of what this device holds where
+    the context is divided; no candidates (None) before the layer that makes them.
     """
 
     topk_indices: Leaf
@@ -86,12 +87,14 @@ class Indexer(nnx.Module):
             blocks = {"candidate_topk_blocks": self.topk_blocks, "candidate_block_size": self.block_size}
         elif self.uses_candidates:
             blocks = {"candidates": before.candidates}
-        found = ops.select(
+        schedule = step.scoring(self.ratio, keys, q.shape[2], blocks.get("candidates"))
+        found = context.select(
             q, keys, weights, self.k,
-            context_lens=visible, block_table=step.block_table, rounding=numerics.score_rounding, **blocks,
+            context_lens=visible, block_table=step.block_table, rounding=numerics.score_rounding,
+            schedule=schedule, **blocks,
         )  # fmt: skip
-        slots, _ = ops.positions_to_slots(found.topk_indices, step.block_table, keys.page_size, visible)
+        slots = context.listed(found.topk_indices, step.block_table, keys.page_size, visible)
         candidates = before.candidates if before is not None else None
         if self.makes_candidates:
-            candidates = ops.expand_candidates(found.candidate_blocks, visible, self.block_size)
+            candidates = context.candidates(found.candidate_blocks, visible, self.block_size, keys.page_size)
         return Selected(found.topk_indices, slots, candidates)

@@ -3,7 +3,7 @@
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import context, ops
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole
 from dsa_jax.layers.group_compressor import GroupCompressor
@@ -49,8 +49,9 @@ class RotatedIndexer(nnx.Module):
         numerics: Numerics,
     ) -> Int32[Array, "B S K"]:
         """The compressed positions of the k best scores of every row: ascending, then -1."""
-        found = ops.select(
+        found = context.select(
             q, keys, weights, self.k,
             context_lens=step.visible(self.ratio), block_table=step.block_table, rounding=numerics.score_rounding,
+            schedule=step.scoring(self.ratio, keys, q.shape[2]),
         )  # fmt: skip
         return found.topk_indices

@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import context, ops
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layers.hadamard import hadamard
 from dsa_jax.layers.indexer import every_head
@@ -57,14 +57,16 @@ class TokenIndexer(nnx.Module):
 
         A step that sees no more than k tokens takes them all, unscored.
         """
-        visible = step.visible(1)
+        visible, schedule = step.visible(1), step.scoring(1, keys, q.shape[2])
 
         def every_visible():
             positions = jnp.arange(self.k, dtype=jnp.int32)
             return jnp.where(positions < visible[..., None], positions, -1)
 
         def best():
-            found = ops.select(q, keys, weights, self.k, context_lens=visible, block_table=step.block_table)
+            found = context.select(
+                q, keys, weights, self.k, context_lens=visible, block_table=step.block_table, schedule=schedule
+            )
             return found.topk_indices
 
         return lax.cond(jnp.max(step.end) <= self.k, every_visible, best)
