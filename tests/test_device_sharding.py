@@ -1,0 +1,93 @@
+"""On two GPUs with kernels: a model of the released widths, divided by heads or by experts, gives what it gives on one."""
+
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharding_cases import on_mesh
+from test_device_model import random_model, released_widths
+
+from dsa_jax.bench_model import filled_cache
+from dsa_jax.sampling import Sampling
+from dsa_jax.sharding import make_mesh
+from dsa_jax.tolerances import TOLERANCES
+from pallas_kernels import platform
+
+pytestmark = pytest.mark.skipif(
+    platform.kernel_name() is None or jax.device_count() < 2, reason="needs two NVIDIA GPUs that the kernels know"
+)
+
+ROWS, CHUNKS = 512, 6
+BATCH, CONTEXT, STEPS, RUNS = 32, 16384, 8, 5
+COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl", re.IGNORECASE)
+
+
+def results(lm):
+    """Logits of the last chunk of a prompt and of the token behind it, and what the layers selected."""
+    tokens = np.random.default_rng(0).integers(0, 4000, (CHUNKS, 1, ROWS)).astype(np.int32)
+    cache = lm.new_cache(1, CHUNKS * ROWS + 1)
+    for chunk in tokens:
+        logits, cache, taps = lm.forward(cache, chunk, np.array([ROWS], np.int32))
+    after, _, _ = lm.forward(cache, tokens[0, :, :1], np.array([1], np.int32))
+    return np.asarray(logits), np.asarray(after), {n: np.asarray(x)[0] for n, x in taps.items() if n.endswith("selected")}
+
+
+def times(lm):
+    """Microseconds of a decode step by the clock, and of its collectives on the first device as the profiler has them."""
+
+    def prepared():
+        cache, _ = filled_cache(lm, BATCH, CONTEXT, STEPS)
+        logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.array([-1], np.int32)
+        return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
+
+    clock = []
+    for _ in range(RUNS + 1):
+        arguments = prepared()
+        begun = time.perf_counter()
+        jax.block_until_ready(lm.decode(*arguments, steps=STEPS))
+        clock.append(1e6 * (time.perf_counter() - begun) / STEPS)
+    arguments = prepared()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(lm.decode(*arguments, steps=STEPS))
+        (trace,) = Path(folder).glob("**/*.xplane.pb")
+        planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
+    first = min((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
+    streams = [line for line in first.lines if line.name.startswith("Stream")]
+    spent = [event.duration_ns for line in streams for event in line.events if COLLECTIVE.search(event.name)]
+    return float(np.median(clock[1:])), sum(spent) / 1e3 / STEPS
+
+
+def on_two(axis):
+    """The model on one GPU, and divided over two."""
+    one = random_model(released_widths(), None)
+    return one, on_mesh(one, make_mesh(jax.devices()[:2], **{axis: 2}))
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_two_gpus_agree_with_one(axis):
+    one, two = on_two(axis)
+    *wanted, selected = results(one)
+    *found, other = results(two)
+    for ours, theirs in zip(found, wanted, strict=True):
+        distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        print(f"{axis}=2: logits, relative distance {distance:.2e}")
+        assert np.isfinite(ours).all() and distance <= TOLERANCES["bf16"].hidden
+    for name, rows in selected.items():
+        overlap = np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(rows, other[name], strict=True)])
+        print(f"{axis}=2: {name}, lists overlap {overlap:.4f}")
+        assert overlap >= TOLERANCES["bf16"].lists
+
+
+@pytest.mark.parametrize("axis", ["tp", "ep"])
+def test_collectives_are_a_part_of_a_step(axis):
+    """Prints what they take."""
+    one, two = on_two(axis)
+    alone, (together, collectives) = times(one)[0], times(two)
+    print(f"{axis}=2: a step of {BATCH} requests {together:.0f} us, collectives {collectives:.0f} us; on one GPU {alone:.0f} us")
+    assert 0 < collectives < together
