@@ -107,7 +107,7 @@ class LanguageModel:
                 return function(self.model(leaves), *arguments, **static)
 
         if self.mesh is not None:
-            traced = sharding.spmd(traced, self._names, self.mesh)
+            traced = sharding.spmd(traced, self.mesh, self._names)
         return jax.jit(traced, **options)
 
     @functools.cached_property
@@ -124,12 +124,12 @@ class LanguageModel:
         return self.leaves[self._names.index(name)]
 
     def new_cache(self, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()) -> Cache:
-        """An empty cache for `requests` requests of up to `max_tokens` tokens each."""
+        """An empty cache for `requests` requests of up to `max_tokens` tokens each; divided over the mesh's cp."""
 
         def empty():
             return self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes)
 
-        return empty() if self.mesh is None else jax.jit(empty, out_shardings=sharding.everywhere(self.mesh))()
+        return empty() if self.mesh is None else jax.jit(sharding.spmd(empty, self.mesh))()
 
     def on_devices(self, arrays: Any) -> Any:
         """A pytree of arrays where the model runs: whole on every device of its mesh."""

@@ -4,6 +4,8 @@ A model that runs on several devices runs inside `jax.shard_map`, so a layer see
 weight, and everything else whole. Outside of it every function here gives back what it was given: a layer is written once.
 """
 
+import math
+
 import jax
 from jax import lax
 from jaxtyping import Array, Int32
@@ -19,14 +21,26 @@ DIVIDED_OVER = {
     "vocabulary": ("tp",),
     "experts": ("ep", "tp", "cp"),  # all axes on which every device holds the same tokens
     "table_rows": ("ep", "tp", "cp"),
+    "context": ("cp",),  # compressed rows and index keys of the caches
 }
-"""Logical axis of a weight -> the mesh axes that divide it. What has no such axis is on every device."""
+"""Logical axis of a weight or cache -> the mesh axes that divide it. What has no such axis is on every device."""
 
 
 def axes_of(logical: str) -> tuple[str, ...]:
     """The mesh axes of more than one device that divide `logical` where this is traced."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in DIVIDED_OVER[logical] if axis in mesh.manual_axes and mesh.shape[axis] > 1)
+
+
+def parts(logical: str) -> int:
+    """Into how many parts `logical` is divided where this is traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in axes_of(logical))
+
+
+def place(logical: str) -> Int32[Array, ""]:
+    """Which of the parts of `logical` this device has. Only where there is more than one."""
+    return lax.axis_index(axes_of(logical))
 
 
 def total(x: Array, logical: str) -> Array:
@@ -38,7 +52,7 @@ def total(x: Array, logical: str) -> Array:
 def joined(x: Array, logical: str, axis: int) -> Array:
     """Every device's x, one behind the other along `axis`."""
     axes = axes_of(logical)
-    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+    return lax.all_gather(x, axes, axis=axis % x.ndim, tiled=True) if axes else x
 
 
 def own(ids: Int32[Array, "*any"], logical: str, count: int) -> Int32[Array, "*any"]:

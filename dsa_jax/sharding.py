@@ -1,7 +1,8 @@
 """How the weights of a model lie on several devices: one table of rules, and what follows from it.
 
 A model runs on a mesh as one program (`jax.shard_map` under `jax.jit`): a device holds its part of every divided weight
-and all of every other one; `ranks` has what layers exchange. Caches, hidden rows and logits are whole on every device.
+and all of every other one; `ranks` has what layers exchange. Pools of caches are divided over cp (`context`); the rest of
+a cache, hidden rows and logits are whole on every device.
 """
 
 import functools
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -47,8 +49,8 @@ Read = Callable[[tuple[slice, ...], np.ndarray], None]
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
     """A mesh of `devices` (default: all) with the axes ep, tp and cp of the given sizes, 1 where none is given.
 
-    tp divides heads and vocabulary; ep, and tp with it, divides experts and Engram tables. Neighbouring devices are of one
-    tp group. ValueError for other axes and where the sizes do not multiply to the number of devices.
+    tp divides heads and vocabulary; cp the caches by context; ep, and tp and cp with it, divides experts and Engram tables.
+    Neighbouring devices are of one cp group, and those groups of one tp group. ValueError for other axes and where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     wrong = sorted(set(sizes) - set(MESH_AXES))
@@ -100,12 +102,11 @@ def check(config: Any, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str
 def problems_of(config: Any, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> list[str]:
     """What a mesh of these axis sizes does not divide, in sentences."""
     problems = []
-    for axis in ("dp", "cp"):
-        if sizes.get(axis, 1) > 1:
-            problems.append(
-                f"{axis} = {sizes[axis]}: requests and caches are not divided. Use tp and ep, and run one model for each "
-                "group of devices to serve more requests."
-            )
+    if sizes.get("dp", 1) > 1:
+        problems.append(
+            f"dp = {sizes['dp']}: requests are not divided. Use tp, ep and cp, and run one model for each group of devices "
+            "to serve more requests."
+        )
     for logical, names in UNITS.items():
         parts = ways(logical, sizes)
         for name in names:
@@ -127,7 +128,7 @@ def _cut_tiles(config: Any, shapes: Mapping[str, tuple[int, ...]], sizes: Mappin
             if logical not in ("heads", "index_heads"):
                 continue  # experts are whole, and a row of a table has scales of its own
             parts, tile = ways(logical, sizes), config.weight_block_size[dimension]
-            if shape[dimension] % (parts * tile):
+            if parts > 1 and shape[dimension] % (parts * tile):
                 kinds.setdefault(
                     _NUMBER.sub("*", path),
                     f"{path} {list(shape)} in {parts} parts along dimension {dimension} would cut its tiles of {tile}, "
@@ -181,19 +182,66 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def spmd(function: Callable, names: Sequence[str], mesh: Mesh) -> Callable:
+def pool_spec(mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of a cache's pool [pages, rows of a page, ..]."""
+    return PartitionSpec(None, DIVIDED_OVER["context"]) if mesh.shape["cp"] > 1 else PartitionSpec()
+
+
+def spmd(function: Callable, mesh: Mesh, names: Sequence[str] | None = None) -> Callable:
     """`function(leaves, ..)` as one program of all devices of the mesh: each calls it with its parts of the leaves, which
-    are called `names`, and all of every other argument. Results are those that every device computes alike.
+    are called `names`, its parts of the pools of caches, and all of every other argument. Results are pools of caches,
+    and what every device computes alike. Without `names` there are no leaves.
 
     Keyword arguments are static: they are bound before tracing.
     """
-    leaves = [spec_of(name) for name in names]
+
+    def spec(node):
+        if not _is_cache(node):
+            return PartitionSpec()
+        return node.map_arrays(lambda _: PartitionSpec(), lambda _: pool_spec(mesh))
+
+    def specs(tree):
+        return jax.tree.map(spec, tree, is_leaf=_is_cache)
 
     @functools.wraps(function)
     def wrapped(*arguments, **static):
-        specs = (leaves, *(PartitionSpec(),) * (len(arguments) - 1))
+        if names is None:
+            given = specs(arguments)
+        else:
+            given = ([spec_of(name) for name in names], *specs(arguments[1:]))
+
+        def body(*arguments):
+            return _without_pools(function(*arguments, **static))
+
         # Replication is by construction: what devices hold in parts never leaves a layer without a sum or a join.
-        body = functools.partial(function, **static)
-        return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(*arguments)
+        rest, pools = jax.shard_map(
+            body, mesh=mesh, in_specs=given, out_specs=(PartitionSpec(), pool_spec(mesh)), check_vma=False
+        )(*arguments)
+        return _with_pools(rest, pools)
 
     return wrapped
+
+
+def _is_cache(node: Any) -> bool:
+    return hasattr(node, "map_arrays")
+
+
+def _without_pools(tree: Any) -> tuple[Any, list[jax.Array]]:
+    """`tree` with a scalar in place of every pool of its caches, and the pools."""
+    pools = []
+
+    def taken_out(node):
+        return node.map_arrays(lambda x: x, lambda x: pools.append(x) or jnp.zeros(()))
+
+    rest = jax.tree.map(lambda node: taken_out(node) if _is_cache(node) else node, tree, is_leaf=_is_cache)
+    return rest, pools
+
+
+def _with_pools(tree: Any, pools: Sequence[jax.Array]) -> Any:
+    """`tree` with the pools that `_without_pools` took out."""
+    waiting = iter(pools)
+
+    def put_back(node):
+        return node.map_arrays(lambda x: x, lambda _: next(waiting))
+
+    return jax.tree.map(lambda node: put_back(node) if _is_cache(node) else node, tree, is_leaf=_is_cache)

@@ -18,8 +18,10 @@ import numpy as np
 from flax import nnx
 
 from dsa_jax import sharding
-from dsa_jax.decode import LanguageModel, stream
+from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.decode import LanguageModel
 from dsa_jax.demo import write_demo_checkpoint
+from dsa_jax.engine import Engine
 from dsa_jax.loading import load_model
 from dsa_jax.numerics import numerics
 from dsa_jax.sampling import Sampling
@@ -27,14 +29,16 @@ from dsa_jax.tolerances import TOLERANCES
 
 load = importlib.import_module("dsa_jax.weights.load")  # the package's name `load` is the function
 
-# Heads, groups and experts that 8 devices divide, in whole tiles; a vocabulary that they do not.
+# Heads, groups and experts that 8 devices divide, in whole tiles; a vocabulary that they do not. Ratios whose groups end
+# often enough that few tokens make rows on every device.
 COMMON = dict(vocab_size=61, num_attention_heads=8, index_n_heads=8, n_routed_experts=16)
 CHANGES = {
     "v41": dict(o_groups=8, dspark_n_routed_experts=8, image_token_id=60),
-    "v4": dict(o_groups=8, head_dim=96, qk_rope_head_dim=32),
+    "v4": dict(o_groups=8, head_dim=96, qk_rope_head_dim=32, compress_ratios=(0, 4, 8, 0)),
     "v32": dict(qk_nope_head_dim=128, qk_rope_head_dim=128, v_head_dim=128, index_head_dim=128),
 }
 TINY = {"v41": "tiny", "v4": "tiny_v4", "v32": "tiny_v32"}
+PAGE_TOKENS = 8  # of one device: whole groups and candidate blocks of all families
 
 
 def one_device(family: str) -> LanguageModel:
@@ -78,29 +82,55 @@ def whole(x: jax.Array) -> np.ndarray:
     return first
 
 
+def alike(x: jax.Array) -> None:
+    """Fails where devices that should hold the same part of an array hold other bits."""
+    parts = {}
+    for shard in x.addressable_shards:
+        first = parts.setdefault(str(shard.index), np.asarray(shard.data))
+        np.testing.assert_array_equal(first, np.asarray(shard.data))
+
+
 def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
     """Logits and taps of a chunk of two requests; with `decode` also tokens: of a model that drafts those that
     decoding adds, and a draft; of one that does not, what an engine generates."""
     rng = np.random.default_rng(7)
-    tokens = rng.integers(0, 59, (2, 24)).astype(np.int32)
-    arguments = (lm.leaves, lm.new_cache(2, 64), tokens, np.array([24, 19], np.int32), None)
+    tokens = rng.integers(0, 59, (2, 40)).astype(np.int32)
+    page = PAGE_TOKENS if lm.mesh is None else PAGE_TOKENS * lm.mesh.shape["cp"]
+    cache = lm.new_cache(2, 64, CacheSizes(page_tokens=page))
+    arguments = (lm.leaves, cache, tokens, np.array([40, 35], np.int32), None)
     program = lm._forward.lower(*arguments).compile()
     meet()  # collectives wait half a minute for one another, and processes that share cores compile for longer
     logits, cache, taps = program(*arguments)
     found = {name: whole(x) for name, x in taps.items()} | {"logits": whole(logits)}
     for leaf in jax.tree.leaves(cache):
-        whole(leaf)
+        alike(leaf)
     if not decode or jax.process_count() > 1:
         return found
     if not hasattr(lm.family.model, "draft"):
-        generated = [new for new in stream(lm, [[1, 2, 3, 4, 5, 6, 7, 8, 9], [5, 4, 3]], 7, every=3, stop_ids=[])]
-        return found | {"generated": np.concatenate([np.array(new, np.int32) for new in generated], axis=1)}
-    last = jnp.stack([logits[0, 23], logits[1, 18]])
+        return found | {"generated": served(lm, page)}
+    last = jnp.stack([logits[0, 39], logits[1, 34]])
     done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
     cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4)
     drafted = lm.draft(cache, np.array([3, 5], np.int32))
     found |= {"after": whole(after), "generated": whole(new), "draft": whole(drafted.logits)}
     return found
+
+
+def served(lm: LanguageModel, page: int) -> np.ndarray:
+    """What an engine generates for three requests, of which the third starts with what is kept of the first."""
+    engine = Engine(
+        lm, 2, 48, page_size=page, prefill_shapes=((2, 16),), decode_rows=(2,), steps=3, snapshots=4, boundary=16
+    )
+    prompt = list(range(1, 20))
+    ids = [engine.add(prompt[:length], 7, stop_ids=[]) for length in (19, 3)]
+    generated = {}
+    while not engine.is_idle or len(ids) < 3:
+        if engine.is_idle:
+            ids.append(engine.add(prompt + [3, 5], 7, stop_ids=[]))
+        for event in engine.step():
+            generated.setdefault(event.id, []).extend(event.tokens)
+    assert engine.stats.hits == 1
+    return np.array([generated[id] for id in ids], np.int32)
 
 
 def compare(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:

@@ -17,13 +17,17 @@ import tiny_v32
 from official_v4 import official_v4_config
 from official_v41 import official_config
 
-from dsa_jax import cli, ranks, sharding
+from dsa_jax import cli, context, ranks, sharding
+from dsa_jax.cache.requests import arrays_of
+from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.config import V41Config, load_config
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.device_plan import GIB, plan_devices
+from dsa_jax.families import family_of
 from dsa_jax.inventory import inventory_of
 from dsa_jax.loading import abstract_parameters
+from dsa_jax.numerics import numerics
 
 HERE = Path(__file__).parent
 
@@ -120,13 +124,54 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(shapes):
     assert "tp = 4 does not divide index_n_heads = 2" in message
     assert "num_attention_heads" not in message
     assert "ep x tp x cp = 3 does not divide n_routed_experts = 4: use 1, 2, 4" in refused(config, shapes["v41"], ep=3)
-    for axis in ("dp", "cp"):
-        assert f"{axis} = 2: requests and caches are not divided" in refused(config, shapes["v41"], **{axis: 2})
+    assert "dp = 2: requests are not divided. Use tp, ep and cp" in refused(config, shapes["v41"], dp=2)
     # Tiles of 128 rows and 64 values of a head: a scale would belong to two devices.
     message = refused(tiny_v32.tiny_config(), shapes["v32"], tp=2)
     assert "layers.0.attn.wo.weight" in message and "would cut its tiles of 128" in message
     assert message.count(".attn.wo.weight") == 1  # of three layers alike
     sharding.check(tiny.tiny_config(), shapes["v41"], {"tp": 2, "ep": 2})
+    sharding.check(tiny_v32.tiny_config(), shapes["v32"], {"cp": 4})
+
+
+# ---------------------------------------------------------------- caches divided by context
+
+
+@pytest.mark.parametrize("ways, rows", [(1, 4), (2, 4), (3, 5), (4, 1)])
+def test_every_position_is_on_one_device(ways, rows, monkeypatch):
+    positions = np.arange(-1, 61, dtype=np.int32)
+    monkeypatch.setattr(ranks, "parts", lambda logical: ways)
+    found, counts = [], []
+    for place in range(ways):
+        monkeypatch.setattr(ranks, "place", lambda logical, place=place: place)
+        own = np.asarray(context.own(jnp.asarray(positions), rows))
+        here = own >= 0
+        np.testing.assert_array_equal(own[here], np.arange(here.sum()))  # in order, and none left out
+        np.testing.assert_array_equal(context.of_all(jnp.asarray(own), rows)[here], positions[here])
+        assert ways == 1 or (np.asarray(context.of_all(jnp.asarray(own), rows))[~here] == -1).all()
+        for count in positions[1:]:
+            seen = int(context.own_count(jnp.asarray(count), rows))
+            assert seen == here[1 : count + 1].sum() and seen <= context.own_most(int(count), rows)
+        found.append(here)
+        counts.append(here[1 : 1 + 60 // (ways * rows) * ways * rows].sum())
+    np.testing.assert_array_equal(np.sum(found, axis=0), positions >= 0)
+    assert len(set(counts)) == 1  # whole pages are spread evenly
+
+
+@pytest.mark.parametrize("module, unit", [(tiny, 8), (tiny_v4, 128), (tiny_v32, 1)])
+def test_pages_of_a_divided_cache_hold_whole_groups_on_every_device(module, unit, monkeypatch):
+    config, four = module.tiny_config(), 4
+    family = family_of(config)
+    assert family.page_unit(config) == unit
+    one = jax.eval_shape(lambda: family.new_cache(config, numerics("bf16"), 1, 64))
+    monkeypatch.setattr(ranks, "parts", lambda logical: four)
+    divided = jax.eval_shape(lambda: family.new_cache(config, numerics("bf16"), 1, 64))
+    assert divided.page_tokens == four * one.page_tokens
+    pools = [[pool.shape[1:] for pool in arrays_of(cache)[1]] for cache in (one, divided)]
+    assert pools[0] == pools[1]  # what kernels see of a page does not change
+    for tokens in (unit * four - 1, unit * four + unit, 2 * unit):
+        if tokens % (unit * four):
+            with pytest.raises(ValueError, match=rf"on 4 devices \(cp\), in equal parts, .* multiple of {unit * four}\."):
+                family.new_cache(config, numerics("bf16"), 1, 64, CacheSizes(page_tokens=tokens))
 
 
 # ---------------------------------------------------------------- the plan

@@ -79,7 +79,7 @@ def new_latent_cache(
     pool = sizes.pool(requests, max_tokens, config.max_position_embeddings, page_unit(config), PAGE_TOKENS)
 
     def rows(record: ops.RecordFormat) -> ops.PagedRows:
-        return ops.PagedRows.zeros(record, pool.pages, pool.page_tokens)
+        return ops.PagedRows.zeros(record, pool.pages, pool.rows(1))
 
     return LatentCache(
         length=jnp.zeros((requests,), jnp.int32),

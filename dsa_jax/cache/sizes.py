@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from dsa_jax import ranks
+
 
 @dataclass(frozen=True)
 class Pool:
@@ -14,12 +16,16 @@ class Pool:
     page_tokens: int
     block_table: Array
 
+    def rows(self, ratio: int) -> int:
+        """Rows of one page on this device, at one row for `ratio` tokens."""
+        return self.page_tokens // (ratio * ranks.parts("context"))
+
 
 @dataclass(frozen=True)
 class CacheSizes:
     """pages: pages of every pool, shared by the requests, whose block tables start without any (-1); None gives every
-    request pages of its own for all its tokens. page_tokens: tokens a page holds; None is the family's default.
-    max_rollback: how many of its newest tokens a request may take back.
+    request pages of its own for all its tokens. page_tokens: tokens a page holds, on all devices of a divided cache
+    together; None is the family's default on each. max_rollback: how many of its newest tokens a request may take back.
     """
 
     pages: int | None = None
@@ -27,7 +33,8 @@ class CacheSizes:
     max_rollback: int = 0
 
     def pool(self, requests: int, max_tokens: int, max_positions: int, unit: int, default: int) -> Pool:
-        """The pool for `requests` requests of up to `max_tokens` tokens; a page holds a multiple of `unit` tokens.
+        """The pool for `requests` requests of up to `max_tokens` tokens; a page holds a multiple of `unit` tokens on each
+        of the devices that divide it.
 
         ValueError for sizes that are not positive, more tokens than `max_positions`, or a page that cuts a group.
         """
@@ -40,11 +47,13 @@ class CacheSizes:
             )
         if self.max_rollback < 0:
             raise ValueError(f"max_rollback={self.max_rollback} must be at least 0 tokens.")
-        tokens = -(-default // unit) * unit if self.page_tokens is None else self.page_tokens
-        if tokens < 1 or tokens % unit:
+        ways = ranks.parts("context")
+        tokens = ways * -(-default // unit) * unit if self.page_tokens is None else self.page_tokens
+        if tokens < 1 or tokens % (unit * ways):
+            where = "" if ways == 1 else f" on {ways} devices (cp), in equal parts,"
             raise ValueError(
-                f"A page of {tokens} tokens would cut a compressed group or a candidate block: give a positive multiple "
-                f"of {unit}."
+                f"A page of {tokens} tokens{where} would cut a compressed group or a candidate block: give a positive "
+                f"multiple of {unit * ways}."
             )
         each = -(-max_tokens // tokens)
         if self.pages is None:

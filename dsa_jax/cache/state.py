@@ -105,7 +105,7 @@ def new_cache(
 def _source(
     config: V41Config, numerics: Numerics, role: LayerRole, requests: int, pool: Pool, max_rollback: int
 ) -> SourceCache:
-    rows = pool.page_tokens // role.ratio
+    rows = pool.rows(role.ratio)
     tail = None
     if role.ratio > 1:
         shape = (requests, role.ratio + max_rollback, config.head_dim)

@@ -138,7 +138,7 @@ def _layer(
     def compressed(rows: CacheRows, width: int) -> CompressedCache:
         shape = (requests, tail_slots(role) + max_rollback, (2 if role.overlap else 1) * width)
         return CompressedCache(
-            rows=ops.PagedRows.zeros(rows.format, pool.pages, pool.page_tokens // role.ratio),
+            rows=ops.PagedRows.zeros(rows.format, pool.pages, pool.rows(role.ratio)),
             tail=CompressorTail(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32)),
         )
 

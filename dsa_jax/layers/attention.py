@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float
 
-from dsa_jax import ops
+from dsa_jax import context, ops
 from dsa_jax.cache import SourceCache
 from dsa_jax.config import V41Config
 from dsa_jax.layer_plan import LayerRole
@@ -67,7 +67,7 @@ class Attention(SharedKVAttention):
             if tap is not None:
                 tap("selected", selected.topk_indices)
                 if self.role.makes_candidates:
-                    tap("candidates", selected.candidates.blocks)
+                    tap("candidates", context.candidate_blocks(selected.candidates, source.index_keys.page_size))
             caches += (source.compressed,)
             slots += (selected.slots,)
         y = self.attend(q, caches, slots, angles, numerics, tap)
@@ -81,8 +81,7 @@ class Attention(SharedKVAttention):
         angles = self.angles(groups * self.role.ratio)
         keys = self.indexer.keys(latent, angles, numerics)
         rows = numerics.compressed_rows(self.head_dim).prepare(apply_rope(latent, angles, numerics))
-        slots, _ = ops.positions_to_slots(groups[..., None], step.block_table, source.compressed.page_size)
-        slots = slots.reshape(-1)
+        slots = context.slots(groups[..., None], step.block_table, source.compressed.page_size).reshape(-1)
         if tap is not None:
             tap("latent", latent)
             tap("groups", groups)
@@ -105,7 +104,7 @@ def tap_scores(
     """Taps the indexer's query side and all its scores, which the selection itself never holds at once."""
     tap("index_q", q)
     tap("index_weights", weights)
-    score = ops.paged_indexer_logits(
+    score = context.scores(
         q, keys, weights,
         context_lens=step.visible(ratio), block_table=step.block_table, rounding=numerics.score_rounding,
     )  # fmt: skip

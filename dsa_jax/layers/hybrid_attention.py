@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops
+from dsa_jax import context, ops
 from dsa_jax.cache.state_v4 import CompressedCache, LayerCache
 from dsa_jax.config_v4 import V4Config
 from dsa_jax.layer_plan_v4 import V4LayerRole
@@ -54,16 +54,14 @@ class HybridAttention(SharedKVAttention):
         caches, slots = (recent,), (step.ring.seen,)
         compressed, index_keys = cache.compressed, cache.index_keys
         if self.role.ratio:
+            where = (step.block_table, compressed.rows.page_size, step.visible(self.role.ratio))
             compressed = self.extend(compressed, self.compressor, self.compressed_rows, x, step, numerics)
             if self.role.mode == "indexed":
                 index_keys = self.extend(index_keys, self.indexer.compressor, self.indexer.keys, x, step, numerics)
                 positions = self.select(x, q_latent, angles, index_keys.rows, step, numerics, tap)
+                listed = context.listed(positions, *where)
             else:
-                every = jnp.arange(step.block_table.shape[1] * compressed.rows.page_size, dtype=jnp.int32)
-                positions = jnp.broadcast_to(every, (*step.positions.shape, len(every)))
-            listed, _ = ops.positions_to_slots(
-                positions, step.block_table, compressed.rows.page_size, step.visible(self.role.ratio)
-            )
+                listed = context.every_listed(*where)
             caches += (compressed.rows,)
             slots += (listed,)
         y = self.attend(q, caches, slots, angles, numerics, tap)
@@ -111,5 +109,5 @@ class HybridAttention(SharedKVAttention):
         """Appends the groups that end in this step, rotated at the position of their first token."""
         latent, groups, tail = compressor(x, cache.tail, step, numerics)
         rows = finish(latent, self.angles(groups * self.role.ratio), numerics)
-        slots, _ = ops.positions_to_slots(groups[..., None], step.block_table, cache.rows.page_size)
+        slots = context.slots(groups[..., None], step.block_table, cache.rows.page_size)
         return CompressedCache(cache.rows.scatter(slots.reshape(-1), flatten_rows(rows)), tail)

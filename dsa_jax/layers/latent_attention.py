@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from dsa_jax import ops, ranks
+from dsa_jax import context, ops, ranks
 from dsa_jax.cache.latent import LatentLayer
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import RopeSpec
@@ -70,7 +70,7 @@ class LatentAttention(nnx.Module):
         rotated = apply_rope(row[..., self.latent :], angles, numerics)
         row = jnp.concatenate([numerics.fake(c, LATENT_QUANTISER), rotated], axis=-1)
         keys = self.indexer.keys(x, angles, numerics)
-        slots = self.slots(step.positions[..., None], step, cache).reshape(-1)
+        slots = context.slots(step.positions[..., None], step.block_table, cache.latent.page_size).reshape(-1)
         cache = LatentLayer(
             cache.latent.scatter(slots, flatten_rows(row)), cache.index_keys.scatter(slots, flatten_rows(keys))
         )
@@ -79,14 +79,15 @@ class LatentAttention(nnx.Module):
         selected = self.indexer(index_q, weights, cache.index_keys, step)
         if tap is not None:
             tap("index_weights", weights)
-            score = ops.paged_indexer_logits(
+            score = context.scores(
                 index_q, cache.index_keys, weights, context_lens=step.visible(1), block_table=step.block_table
             )
             tap("index_score", score)
             tap("selected", selected)
 
         def absorbed():
-            return self.attend(q, cache.latent, self.slots(selected, step, cache), numerics)
+            slots = context.listed(selected, step.block_table, cache.latent.page_size)
+            return self.attend(q, cache.latent, slots, numerics)
 
         def expanded():
             return self.attend_to_all(q, cache, step, numerics)
@@ -99,10 +100,6 @@ class LatentAttention(nnx.Module):
             tap("selected_lse", ranks.joined(lse, "heads", 2))
         return self.wo(o.reshape(*x.shape[:-1], -1), numerics), cache
 
-    def slots(self, positions: Array, step: Step, cache: LatentLayer) -> Array:
-        """Slots of request-local positions [B, S, n]; -1 stays -1."""
-        return ops.positions_to_slots(positions, step.block_table, cache.latent.page_size)[0]
-
     def attend(
         self, q: Float[Array, "B S H h"], rows: ops.PagedRows, slots: Array, numerics: Numerics
     ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
@@ -111,8 +108,8 @@ class LatentAttention(nnx.Module):
         wkv_b = self.wkv_b.dequantized(numerics).reshape(-1, self.nope + self.value, self.latent)
         absorbed = per_head(q[..., : self.nope], wkv_b[:, : self.nope], 1, numerics)
         q = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)
-        o, lse = ops.attend(
-            q, (rows,), (slots,), scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
+        o, lse = context.attend(
+            q, (rows,), (slots,), whole=0, scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
         )
         return per_head(o, wkv_b[:, self.nope :], 2, numerics), lse
 
@@ -120,16 +117,19 @@ class LatentAttention(nnx.Module):
         self, q: Float[Array, "B S H h"], cache: LatentLayer, step: Step, numerics: Numerics
     ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
         """Every row over all tokens that it sees, for steps that see no more than the indexer selects."""
-        held = min(self.indexer.k, step.block_table.shape[1] * cache.latent.page_size)
-        positions = jnp.arange(held, dtype=jnp.int32)
-        written = jnp.where(positions < step.end[:, None], positions, -1)
-        rows = cache.latent.gather(self.slots(written[:, None], step, cache)[:, 0], numerics.dtype)
-        return self.attend_expanded(q, rows, positions < step.visible(1)[..., None], numerics)
+        page = cache.latent.page_size
+        held = min(self.indexer.k, context.held(step.block_table, page))
+        positions = jnp.arange(context.own_most(held, page), dtype=jnp.int32)  # as this device counts its own
+        written = jnp.where(positions < context.own_count(step.end, page)[:, None], positions, -1)
+        slots, _ = ops.positions_to_slots(written[:, None], step.block_table, page)
+        rows = cache.latent.gather(slots[:, 0], numerics.dtype)
+        return self.attend_expanded(q, rows, positions < context.own_count(step.visible(1), page)[..., None], numerics)
 
     def attend_expanded(
         self, q: Float[Array, "B S H h"], rows: Float[Array, "B T r"], mask: Bool[Array, "B S T"], numerics: Numerics
     ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
-        """Softmax over the latent rows that `mask` shows, with keys and values of every head's own, and its log-sum-exp.
+        """Softmax over the latent rows that `mask` shows, with keys and values of every head's own, and its log-sum-exp;
+        over those of all devices, where the rows are divided.
 
         Float32 sums; scores, scaled scores, probabilities and outputs are each rounded. A row that sees none gives 0 and
         -inf.
@@ -148,7 +148,8 @@ class LatentAttention(nnx.Module):
             p = jnp.exp(scores - shift)
             total = jnp.sum(p, axis=-1, keepdims=True)
             p = numerics.round(p / jnp.maximum(total, 1e-30))
-            return numerics.round(product(p, expanded[..., self.nope :], 1)), (shift + jnp.log(total))[..., 0]
+            out, lse = context.merged(product(p, expanded[..., self.nope :], 1), (shift + jnp.log(total))[..., 0])
+            return numerics.round(out), lse
 
         heads = (jnp.moveaxis(q, 2, 0), jnp.moveaxis(expanded, 2, 0))
         out, lse = lax.map(head, heads, batch_size=HEADS_AT_ONCE)

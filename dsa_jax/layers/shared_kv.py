@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from dsa_jax import ops, ranks
+from dsa_jax import context, ops, ranks
 from dsa_jax.config import SharedKVConfig
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers.linear import QuantizedLinear
@@ -86,14 +86,19 @@ class SharedKVAttention(nnx.Module):
         numerics: Numerics,
         tap: Tap | None = None,
     ) -> Float[Array, "B S d"]:
-        """Softmax over the listed rows of the caches with the sink, inverse rotation, grouped output projection."""
-        o, _ = ops.attend(
-            q, caches, slots, sink=self.attn_sink[...], scale=self.head_dim**-0.5, p_dtype=numerics.dtype
-        )
+        """Softmax over the listed rows of the caches with the sink, inverse rotation, grouped output projection.
+
+        The first cache is the window's, which is on every device; a second one may be divided (`context`).
+        """
+        options = dict(scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
+        if len(caches) == 1:
+            o, _ = ops.attend(q, caches, slots, sink=self.attn_sink[...], **options)
+        else:
+            o, _ = context.attend(q, caches, slots, whole=1, sink=self.attn_sink[...], **options)
         if tap is not None:
             tap("sparse_attn_out", ranks.joined(o, "heads", 2))
             if tap.asked_for("selected_lse") and len(caches) > 1:
-                _, lse = ops.attend(q, caches[1:], slots[1:], scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
+                _, lse = context.attend(q, caches[1:], slots[1:], whole=0, **options)
                 tap("selected_lse", ranks.joined(lse, "heads", 2))
         groups = self.groups * o.shape[2] // self.heads  # those of the heads that this device has
         o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], groups, -1)
