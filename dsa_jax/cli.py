@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -71,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--stop", type=int, action="append", help="stop token id (default: end of sequence); repeatable")
     generate.add_argument("--tp", type=int, default=1, help="devices that heads, vocabulary and experts are divided over")
-    generate.add_argument("--ep", type=int, default=1, help="further division of the experts: tp x ep devices together")
+    generate.add_argument("--cp", type=int, default=1, help="devices that the caches are divided over, by context")
+    generate.add_argument("--ep", type=int, default=1, help="further division of the experts: tp x cp x ep devices together")
     generate.add_argument("--every", type=int, default=8, help="decode steps in one compiled call")
 
     inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
@@ -154,20 +156,20 @@ def _generate(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--tokens {arguments.tokens!r} is not a list of token ids such as 0,5,17.") from None
     sampling = Sampling.of(1, **{name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")})
     options = {"stop_ids": arguments.stop, "every": arguments.every}
-    mesh = _mesh(arguments.tp, arguments.ep)
+    mesh = _mesh(tp=arguments.tp, cp=arguments.cp, ep=arguments.ep)
     lm = load_model(arguments.checkpoint, arguments.mode, implementation=arguments.implementation, mesh=mesh)
     return _write_tokens(lm, arguments.checkpoint, tokens, arguments.max_new_tokens, sampling, **options)
 
 
-def _mesh(tp: int, ep: int):
+def _mesh(**sizes: int):
     """The first devices as a mesh, or None where one is enough."""
-    if tp == ep == 1:
+    if set(sizes.values()) == {1}:
         return None
     import jax
 
     from dsa_jax import sharding
 
-    return sharding.make_mesh(jax.devices()[: max(tp * ep, 1)], tp=tp, ep=ep)
+    return sharding.make_mesh(jax.devices()[: max(math.prod(sizes.values()), 1)], **sizes)
 
 
 def _write_tokens(lm, directory: Path, tokens: list[int], max_new_tokens: int, sampling, **options) -> int:

@@ -2,9 +2,10 @@
 
 import collections
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsa_jax import sharding
@@ -74,32 +75,54 @@ def plan_devices(
     config: Any, tensors: Mapping[str, TensorSpec], cache: CacheBytes, devices: int, memory: int
 ) -> DevicePlan:
     """The plan for the loaded tensors (official name -> how it is stored), caches of the wanted size, and so many devices
-    of `memory` bytes. Takes the largest tp that divides heads and tiles, and leaves the rest of the devices to ep.
+    of `memory` bytes.
 
-    Beside weights and caches a device needs what a step works in: the engine's budget for prefill is counted. ValueError
-    for less than one device.
+    Of the meshes that carry the model it takes the least cp that fits, then the largest tp that divides heads and tiles,
+    and leaves the rest of the devices to ep; where none fits, the one with the fewest bytes on a device. Beside weights and
+    caches a device needs what a step works in: the engine's budget for prefill is counted. ValueError for less than one
+    device.
     """
     if devices < 1 or memory < 1:
         raise ValueError(f"{devices} devices of {memory} bytes: both must be at least 1.")
     kinds = _kinds(tensors)
     shapes = {kind.path: kind.shape for kind in kinds}
-    candidates = [{"ep": devices // tp, "tp": tp} for tp in range(devices, 0, -1) if devices % tp == 0]
-    problems = [sharding.problems_of(config, shapes, sizes) for sizes in candidates]
-    found = next((sizes for sizes, found in zip(candidates, problems, strict=True) if not found), None)
-    if found is None:
-        return DevicePlan(devices, memory, {}, (), tuple(problems[-1]))
+    plans, problems = [], []
+    for cp, tp in itertools.product(range(1, devices + 1), range(devices, 0, -1)):
+        if devices % (cp * tp):
+            continue
+        sizes = {"ep": devices // (cp * tp), "tp": tp, "cp": cp}
+        problems = sharding.problems_of(config, shapes, sizes)
+        if problems:
+            continue
+        plans.append(DevicePlan(devices, memory, sizes, _shares(kinds, cache, sizes), ()))
+        if plans[-1].fits:
+            return plans[-1]
+    if not plans:
+        return DevicePlan(devices, memory, {}, (), tuple(problems))
+    return min(plans, key=lambda plan: plan.total)
+
+
+def _shares(kinds: Sequence["_Kind"], cache: CacheBytes, sizes: Mapping[str, int]) -> tuple[Share, ...]:
+    """What one device of a mesh of these axis sizes holds, largest first."""
+
+    def over(logical: Iterable[str]) -> str:
+        axes = [axis for name in logical for axis in DIVIDED_OVER[name] if sizes.get(axis, 1) > 1]
+        return " x ".join(axes) if axes else "on each"
+
     weights: collections.Counter[tuple[str, str]] = collections.Counter()
     for kind in kinds:
-        placed = sharding.placed_shape(kind.path, kind.shape, found)
+        placed = sharding.placed_shape(kind.path, kind.shape, sizes)
         logical = [axis for axis in sharding.logical_axes(kind.path) if axis is not None]
-        parts = math.prod(sharding.ways(axis, found) for axis in logical)
+        parts = math.prod(sharding.ways(axis, sizes) for axis in logical)
         filled = kind.nbytes * math.prod(placed) // max(math.prod(kind.shape), 1)
-        axes = [axis for name in logical for axis in DIVIDED_OVER[name] if found.get(axis, 1) > 1]
-        weights[kind.part, " x ".join(axes) if axes else "on each"] += -(-filled // parts)
+        weights[kind.part, over(logical)] += -(-filled // parts)
     shares = [Share(part, size, divided) for (part, divided), size in weights.items()]
-    shares += [Share(f"cache: {part}", size, "on each") for part, size in cache.parts.items()]
+    for part, size in cache.parts.items():
+        logical = ["context"] if cache.is_paged(part) else []
+        parts = math.prod(sharding.ways(axis, sizes) for axis in logical)
+        shares.append(Share(f"cache: {part}", -(-size // parts), over(logical)))
     shares.append(Share("work of a step", DEFAULT_PREFILL_BYTES, "on each"))
-    return DevicePlan(devices, memory, found, tuple(sorted(shares, key=lambda share: -share.nbytes)), ())
+    return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 
 @dataclasses.dataclass

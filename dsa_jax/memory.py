@@ -71,6 +71,11 @@ class CacheBytes:
     def total(self) -> int:
         return sum(self.parts.values())
 
+    @staticmethod
+    def is_paged(part: str) -> bool:
+        """Whether a part lies in pages, which several devices may divide by context."""
+        return part in ("compressed KV", "latent KV", "index keys")
+
 
 def part_of(name: str) -> str:
     """The part of the model that the tensor of official name `name` belongs to."""

@@ -1,10 +1,12 @@
 """Runs in a process of its own, which simulates devices: one family on several meshes against one device.
 
 Arguments: the family, then meshes such as tp=2,ep=4. Prints a line for each; an assertion that fails ends the process.
+With --operations alone: what selects and attends over divided caches, against the same on one device.
 With --processes ADDRESS COUNT INDEX FOLDER before them it is one of several processes whose devices make the mesh
 together; they meet by files in the folder.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -16,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from dsa_jax import sharding
+from dsa_jax import context, ops, sharding
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.decode import LanguageModel
 from dsa_jax.demo import write_demo_checkpoint
@@ -178,6 +181,66 @@ def check_load(family: str) -> None:
     print(f"{family}: {held} of {everything} bytes read", flush=True)
 
 
+def check_divided_operations() -> None:
+    """Selection, candidates and attention over a divided cache against the operations on the whole one: ties, infinite and
+    NaN scores, rows that see nothing, one page or part of it."""
+    ways, rows, pages, block, width = 4, 4, 3, 2, 8
+    mesh = sharding.make_mesh(jax.devices()[:ways], cp=ways)
+    rng = np.random.default_rng(3)
+    small = rng.integers(-2, 3, (2 * pages, ways * rows, width)).astype(np.float32)  # few values: many equal scores
+    small[0, 5] = np.inf
+    small[2, 7] = np.nan
+    table = rng.permutation(2 * pages).reshape(2, pages).astype(np.int32)
+    lengths = np.array([[0, 1, 3, 16, 17], [5, 20, 33, 47, 48]], np.int32)
+    q = rng.integers(-2, 3, (2, 5, 3, width)).astype(np.float32)
+    weights = rng.integers(-1, 3, (2, 5, 3)).astype(np.float32)
+
+    def on_all(function, arrays):
+        """`function(page_size, pages, *arrays)` of a mapped program, and of the whole cache."""
+        specs = (PartitionSpec(None, "cp"), *(PartitionSpec(),) * len(arrays))
+        mapped = jax.shard_map(
+            lambda *a: function(rows, *a), mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
+        )
+        return jax.jit(mapped)(small, *arrays), jax.jit(lambda *a: function(ways * rows, *a))(small, *arrays)
+
+    def select(page, pages, q, weights, lengths, table, blocks):
+        keys = ops.PagedRows(pages, ops.Plain(width, jnp.float32), page)
+        options = dict(context_lens=lengths, block_table=table)
+        source = context.select(q, keys, weights, 6, **options, candidate_topk_blocks=blocks, candidate_block_size=block)
+        chosen = context.candidates(source.candidate_blocks, lengths, block, page)
+        user = context.select(q, keys, -weights, 6, **options, candidates=chosen)
+        alone = context.select(q, keys, weights, 6, **options)
+        score = context.scores(q, keys, weights, **options)
+        return source, user, alone, context.candidate_blocks(chosen, page), score
+
+    for blocks in (1, 3, 100):
+        divided, one = on_all(functools.partial(select, blocks=blocks), (q, weights, lengths, table))
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(whole, divided), jax.tree.map(np.asarray, one))
+
+    small = rng.standard_normal(small.shape).astype(np.float32)
+    window = rng.standard_normal((2, 7, width)).astype(np.float32)
+    chosen = np.where(rng.random((2, 5, 48)) < 0.3, np.arange(48), -1)
+    chosen = np.sort(np.where(chosen < lengths[..., None], chosen, -1))[..., ::-1]
+    chosen = np.where(chosen < 0, -1, np.sort(np.where(chosen < 0, 99, chosen))).astype(np.int32)
+    seen = np.where(rng.random((2, 5, 7)) < 0.7, np.arange(7) + 7 * np.arange(2)[:, None, None], -1).astype(np.int32)
+    seen[:, 0] = -1
+    sink = np.array([0.3, np.inf, -np.inf], np.float32)
+
+    def attend(page, pages, q, chosen, seen, table, lengths, window, sink):
+        plain = ops.Plain(width, jnp.float32)
+        cache, recent = ops.PagedRows(pages, plain, page), ops.PagedRows(window, plain, 7)
+        listed = context.listed(chosen, table, page, lengths)
+        every = context.every_listed(table, page, lengths)
+        both = context.attend(q, (recent, cache), (seen, listed), whole=1, sink=sink, scale=0.2, p_dtype=jnp.float32)
+        alone = [context.attend(q, (cache,), (each,), whole=0, scale=0.2, v_width=5) for each in (listed, every)]
+        return both, alone
+
+    divided, one = on_all(attend, (q, chosen, seen, table, lengths, window, sink))
+    for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(whole(ours), np.asarray(theirs), rtol=0, atol=TOLERANCES["f32"].logits)
+    print("operations agree", flush=True)
+
+
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:
     """The bytes of an array."""
     return np.ascontiguousarray(np.asarray(x)).view(np.uint8)
@@ -196,6 +259,9 @@ def main(family: str, meshes: list[str]) -> None:
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
+    if arguments == ["--operations"]:
+        check_divided_operations()
+        sys.exit()
     if arguments[0] == "--processes":
         address, count, index, folder = arguments[1:5]
         jax.distributed.initialize(address, int(count), int(index))

@@ -192,7 +192,8 @@ def test_official_models_are_planned(family, unchecked):
     cache = inventory.caches(config, 131072, 8)
     one, eight, more = (plan_devices(config, tensors, cache, n, 141 * GIB) for n in (1, 8, 16))
     assert one.total == sum(spec.nbytes for spec in tensors.values()) + cache.total + 2 * GIB
-    assert eight.mesh == {"ep": 1, "tp": 8} and more.mesh == {"ep": 2, "tp": 8}  # eight groups of the output projection
+    # Eight groups of the output projection.
+    assert eight.mesh == {"ep": 1, "tp": 8, "cp": 1} and more.mesh == {"ep": 2, "tp": 8, "cp": 1}
     on_each = sum(share.nbytes for share in eight.shares if share.divided == "on each")
     assert eight.total - on_each == pytest.approx((one.total - on_each) / 8, rel=1e-6)
     assert more.total < eight.total and more.fits and eight.fits
@@ -202,6 +203,22 @@ def test_official_models_are_planned(family, unchecked):
 
     assert experts(one) == 8 * experts(eight) == 16 * experts(more)
 
+    # Caches too large to be on every device are divided, no further than they have to be.
+    def caches(plan):
+        return {share.part: (share.nbytes, share.divided) for share in plan.shares if share.part.startswith("cache: ")}
+
+    longest = config.max_position_embeddings
+    large = inventory.caches(config, longest, 300 * GIB // inventory.caches(config, longest, 1).total)
+    plan = plan_devices(config, tensors, large, 16, 141 * GIB)
+    assert plan.fits and plan.mesh["cp"] > 1 and plan.mesh["ep"] * plan.mesh["tp"] * plan.mesh["cp"] == 16
+    assert experts(plan) == experts(more)
+    for part, size in large.parts.items():
+        divided = part in ("compressed KV", "index keys")
+        expected = (-(-size // plan.mesh["cp"]), "cp") if divided else (size, "on each")
+        assert caches(plan)[f"cache: {part}"] == expected
+    more_of_it = sum(large.parts[part] for part in ("compressed KV", "index keys")) / plan.mesh["cp"]
+    assert plan.total + more_of_it > 141 * GIB  # half the cp would not do
+
 
 def test_the_plan_says_what_is_too_large(tmp_path, capsys):
     """The command: exit status 0 where the model fits, 1 where it does not, and which parts take most."""
@@ -209,10 +226,10 @@ def test_the_plan_says_what_is_too_large(tmp_path, capsys):
     command = ["inspect", str(tmp_path), "--context", "4096", "--batch", "4", "--devices", "2"]
     assert cli.main(command) == 0
     out = capsys.readouterr().out
-    assert "One of 2 devices of 80.00 GiB" in out and "Fits: mesh ep=1, tp=2" in out
+    assert "One of 2 devices of 80.00 GiB" in out and "Fits: mesh ep=1, tp=2, cp=1" in out
     assert cli.main([*command, "--device-memory", "1"]) == 1
     out = capsys.readouterr().out
-    assert "Does not fit: a device of mesh ep=1, tp=2 would hold 2.0" in out
+    assert re.search(r"Does not fit: a device of mesh ep=\d, tp=\d, cp=\d would hold 2\.0", out)
     assert "Largest: work of a step 2.00 GiB (on each), " in out
     config = load_config(tmp_path)
     inventory = inventory_of(config)
@@ -248,10 +265,15 @@ def finished(*processes):
 
 
 MESHES = {
-    "v41": ("ep=2", "tp=8", "tp=2,ep=4"),
-    "v4": ("ep=4", "tp=8", "tp=2,ep=2"),
-    "v32": ("tp=2", "tp=4", "ep=2", "tp=8", "tp=2,ep=4"),
+    "v41": ("ep=2", "tp=8", "cp=2", "tp=2,ep=4", "tp=2,cp=4"),
+    "v4": ("ep=4", "tp=8", "cp=2", "ep=2,cp=4", "tp=2,ep=2"),
+    "v32": ("tp=2", "tp=4", "ep=2", "tp=8", "cp=2", "cp=4", "tp=2,ep=4", "tp=2,ep=2,cp=2"),
 }
+
+
+def test_divided_caches_select_and_attend_as_whole_ones():
+    (out,) = finished(started(4, "--operations"))
+    assert "operations agree" in out
 
 
 @pytest.mark.slow
@@ -266,6 +288,6 @@ def test_two_processes_give_the_result_of_one(tmp_path):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    both = [started(4, "--processes", address, "2", str(index), str(tmp_path), "v32", "tp=2,ep=4") for index in range(2)]
+    both = [started(4, "--processes", address, "2", str(index), str(tmp_path), "v32", "tp=2,ep=4", "cp=8") for index in range(2)]
     for out in finished(*both):
-        assert "27 arrays agree" in out and re.search(r"v32: (\d+) of (?!\1)\d+ bytes read", out), out
+        assert out.count("27 arrays agree") == 2 and re.search(r"v32: (\d+) of (?!\1)\d+ bytes read", out), out
