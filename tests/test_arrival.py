@@ -27,6 +27,7 @@ def test_ac_29_layers_that_reuse_take_the_source_s_list_as_it_is():
         assert np.array_equal(found[f"layer{layer}.selected"], found[f"layer{source}.selected"])
 
 
+@pytest.mark.slow
 def test_the_candidate_filter_bites_where_it_is_tested():
     """At 48 tokens the consumer's list differs from an unrestricted one, so the tests above cover the filter."""
     tokens = prompt(48)
@@ -48,6 +49,7 @@ def test_ac_32_a_resumed_prefill_and_a_check_of_drafts_are_the_same_step():
         feed.assert_same(feed(lm, tokens, [boundary, boundary + 3]), whole, f"resumed at {boundary}, then 3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(1, 10))
 def test_ac_33_decode_equals_one_shot_over_every_group_boundary(n):
     feed.check_decode(tiny_model(), n)
@@ -96,6 +98,7 @@ def test_ac_42_dense_and_sparse_meet_where_the_list_begins_to_cut():
             assert np.abs(ours["logits"] - dense["logits"]).max() <= tolerances.of("model.arrival.f32")
 
 
+@pytest.mark.slow
 def test_ac_06_padding_rows_and_idle_requests_do_not_touch_the_others():
     """Requests without tokens, and rows behind a request's tokens, leave the others' results equal to the bit."""
     lm, tokens = tiny_model(), prompt(20)
@@ -121,5 +124,6 @@ def test_a_batch_of_different_lengths_equals_each_alone():
     feed.check_batch(tiny_model(), (1, 9, 23, 40))
 
 
+@pytest.mark.slow
 def test_a_prefill_in_bf16_does_not_depend_on_its_chunks():
     feed.check_chunks_in_bf16(tiny_model("bf16"), 40, [7, 8, 21, 33])

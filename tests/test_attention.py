@@ -97,7 +97,7 @@ def check(ours: np.ndarray, golden: np.ndarray, mode: str, what: str) -> None:
     assert gap <= tolerances.of("model.attention." + mode), f"{what}: {gap}"
 
 
-@pytest.mark.parametrize("mode", ["f32", "bf16"])
+@pytest.mark.parametrize("mode", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_attention_layers_in_prefill_and_decode(config, mode):
     golden, numerics = both("attention")[mode], MODULE_MODES[mode]
     plan = layer_plan(config)

@@ -1,5 +1,6 @@
 """The command line as a user types it: every command, and what it says when it cannot."""
 
+import functools
 import json
 import shutil
 
@@ -7,14 +8,18 @@ import pytest
 from tiny import CHECKPOINT
 from tokenizers import Tokenizer
 
+from dsa_jax import loading
 from dsa_jax.cli import _encode, _encode_chat, main
 
 
-def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(tmp_path, capsys):
+@pytest.mark.parametrize("family", ["v32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v41", "v4"))])
+def test_demo_writes_a_checkpoint_shows_the_plan_and_generates(family, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(loading, "load_model", functools.cache(loading.load_model))  # both commands compile the same steps
     directory = tmp_path / "demo"
-    assert main(["demo", "--directory", str(directory), "--max-new-tokens", "9"]) == 0
+    assert main(["demo", "--family", family, "--directory", str(directory), "--max-new-tokens", "9"]) == 0
     printed = capsys.readouterr().out
-    for word in ("reindex", "reuse", "candidates", "devices", "tokens/s"):
+    plan = {"v41": ("reindex", "reuse", "candidates"), "v4": ("indexed", "experts by"), "v32": ("dense", "moe")}
+    for word in ("devices", "tokens/s", *plan[family]):
         assert word in printed
     # The same checkpoint through the other commands, and the same tokens.
     assert main(["inspect", str(directory), "--json", str(tmp_path / "report.json")]) == 0

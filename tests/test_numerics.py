@@ -5,25 +5,15 @@ import json
 import numpy as np
 import pytest
 from conftest import GOLDEN
+from numerics_command import check, files, main
 from tiny import CHECKPOINT
-
-from dsa_jax.cli import main
 
 V41 = GOLDEN / "v41"
 
 
-@pytest.mark.parametrize("name", ["golden_f32", "golden_f32q", "golden_ref", "short_f32", "image_f32", "image_ref"])
+@pytest.mark.parametrize("name", files("short_f32", "golden_f32", "golden_f32q", "golden_ref", "image_f32", "image_ref"))
 def test_numerics_agrees_with_every_golden_file(name, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    status = main(["numerics", str(CHECKPOINT), str(V41 / f"{name}.safetensors"), "--json", str(report)])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    result = json.loads(report.read_text())
-    assert result["ok"] and result["mode"] == {"f32": "f32", "f32q": "f32q", "ref": "bf16"}[name.rpartition("_")[2]]
-    judged = {row["name"] for row in result["tensors"] if row["ok"] is not None}
-    assert len(judged) >= 20
-    if result["mode"] == "f32":
-        assert len(judged) == len(result["tensors"])
+    check(CHECKPOINT, V41 / f"{name}.safetensors", 20, tmp_path, capsys)
 
 
 def changed_golden(source, target, name: str, change) -> None:
@@ -42,7 +32,7 @@ def test_numerics_fails_where_one_value_is_wrong(tmp_path, capsys):
         values[77] += 1e-3
 
     changed_golden(V41 / "short_f32.safetensors", tmp_path / "short_f32.safetensors", "len3.decode.logits", nudge)
-    assert main(["numerics", str(CHECKPOINT), str(tmp_path / "short_f32.safetensors")]) == 1
+    assert main(CHECKPOINT, tmp_path / "short_f32.safetensors") == 1
     printed = capsys.readouterr().out
     assert "FAIL len3.decode.logits: largest 1.00" in printed
     assert "79 of 80 judged tensors" in printed
@@ -50,7 +40,7 @@ def test_numerics_fails_where_one_value_is_wrong(tmp_path, capsys):
 
 def test_numerics_refuses_the_released_decode_loop(tmp_path, capsys):
     (tmp_path / "released_decode_f32.safetensors").write_bytes(b"")
-    assert main(["numerics", str(CHECKPOINT), str(tmp_path / "released_decode_f32.safetensors")]) == 2
+    assert main(CHECKPOINT, tmp_path / "released_decode_f32.safetensors") == 2
     assert "released decode loop with its known fault" in capsys.readouterr().err
 
 
@@ -62,5 +52,5 @@ def test_numerics_refuses_the_released_decode_loop(tmp_path, capsys):
     ],
 )
 def test_numerics_refuses_other_files(name, sentence, capsys):
-    assert main(["numerics", str(CHECKPOINT), str(V41 / name)]) == 2
+    assert main(CHECKPOINT, V41 / name) == 2
     assert sentence in capsys.readouterr().err

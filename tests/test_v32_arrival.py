@@ -98,6 +98,7 @@ def test_decode_equals_one_shot():
     feed.check_decode(tiny_model(), 4, calls=2)
 
 
+@pytest.mark.slow
 def test_a_prefill_in_bf16_does_not_depend_on_its_chunks():
     feed.check_chunks_in_bf16(tiny_model("bf16"), 32, [7, 8, 21, 30])
 

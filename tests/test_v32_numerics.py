@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import GOLDEN
+from numerics_command import check, files
 from safetensors_files import write_sharded
 from tiny_v32 import CHECKPOINT
 
-from dsa_jax.cli import main
 from dsa_jax.config import load_config
 from dsa_jax.families import family_of
 from dsa_jax.loading import abstract_parameters, load_model
@@ -23,18 +23,9 @@ from dsa_jax.weights.names import official_name
 V32 = GOLDEN / "v32"
 
 
-@pytest.mark.parametrize("name", ["golden_f32", "golden_f32q", "golden_ref", "short_f32"])
+@pytest.mark.parametrize("name", files("short_f32", "golden_f32", "golden_f32q", "golden_ref"))
 def test_numerics_agrees_with_every_golden_file(name, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    status = main(["numerics", str(CHECKPOINT), str(V32 / f"{name}.safetensors"), "--json", str(report)])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    result = json.loads(report.read_text())
-    assert result["ok"] and result["mode"] == {"f32": "f32", "f32q": "f32q", "ref": "bf16"}[name.rpartition("_")[2]]
-    judged = {row["name"] for row in result["tensors"] if row["ok"] is not None}
-    assert len(judged) >= 14
-    if result["mode"] == "f32":
-        assert len(judged) == len(result["tensors"])
+    check(CHECKPOINT, V32 / f"{name}.safetensors", 14, tmp_path, capsys)
 
 
 def plan_of(directory):

@@ -102,6 +102,7 @@ def test_ac_34_the_compressor_state_is_that_of_a_cold_run():
     assert compared > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(1, 10))
 def test_ac_33_decode_equals_one_shot_over_every_group_boundary(n):
     feed.check_decode(tiny_model(), n)
@@ -158,6 +159,7 @@ def test_dspark_drafts_are_those_of_the_specification(splits):
     assert np.abs(np.asarray(drafted.confidence)[0] - confidence).max() <= tolerances.of("model.drafts.f32")
 
 
+@pytest.mark.slow
 def test_ac_53_requests_of_a_batch_do_not_touch_each_other():
     """Requests of other lengths, and one without tokens, leave a request's logits and its draft as they are alone."""
     lm = tiny_model()
@@ -175,5 +177,6 @@ def test_ac_53_requests_of_a_batch_do_not_touch_each_other():
     assert list(np.asarray(cache.length)) == [1, 9, 0, 40]
 
 
+@pytest.mark.slow
 def test_a_prefill_in_bf16_does_not_depend_on_its_chunks():
     feed.check_chunks_in_bf16(tiny_model("bf16"), 40, [7, 8, 21, 33])

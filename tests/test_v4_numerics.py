@@ -1,13 +1,11 @@
 """`dsa-jax numerics` on V4's golden checkpoint."""
 
-import json
-
 import numpy as np
 import pytest
 from conftest import GOLDEN
+from numerics_command import check, files
 from tiny_v4 import CHECKPOINT
 
-from dsa_jax.cli import main
 from dsa_jax.decode import ImageSpan
 from dsa_jax.loading import load_model
 
@@ -15,18 +13,9 @@ V4 = GOLDEN / "v4"
 JUDGED = {"golden_f32": 35, "golden_f32q": 9, "golden_ref": 11, "short_f32": 32}  # tensors with a verdict in each file
 
 
-@pytest.mark.parametrize("name", ["golden_f32", "golden_f32q", "golden_ref", "short_f32"])
+@pytest.mark.parametrize("name", files("short_f32", "golden_f32", "golden_f32q", "golden_ref"))
 def test_numerics_agrees_with_every_golden_file(name, tmp_path, capsys):
-    report = tmp_path / "report.json"
-    status = main(["numerics", str(CHECKPOINT), str(V4 / f"{name}.safetensors"), "--json", str(report)])
-    printed = capsys.readouterr().out
-    assert status == 0, printed
-    result = json.loads(report.read_text())
-    assert result["ok"] and result["mode"] == {"f32": "f32", "f32q": "f32q", "ref": "bf16"}[name.rpartition("_")[2]]
-    judged = {row["name"] for row in result["tensors"] if row["ok"] is not None}
-    assert len(judged) >= JUDGED[name]
-    if result["mode"] == "f32":
-        assert len(judged) == len(result["tensors"])
+    judged = check(CHECKPOINT, V4 / f"{name}.safetensors", JUDGED[name], tmp_path, capsys)
     if name in ("golden_f32", "golden_ref"):
         assert "mtp.logits_at_positions" in judged
 
