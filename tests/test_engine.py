@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tolerances
 from engines import (
-    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, STEPS, answer_alone, assert_greedy, prompt, run, small_engine,
+    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run, small_engine,
     small_model,
 )  # fmt: skip
 from hypothesis import HealthCheck, given, settings
@@ -27,9 +27,10 @@ from dsa_jax.step import Step
 PROGRAMS = 400  # examples of the long run
 
 
-def check_program(family: str, drafts: int, program: list[tuple], **options) -> None:
-    """Runs operations on an engine with a pool that is too small; checks every answer, and that no page is lost."""
-    engine = small_engine(family, drafts, **options)
+def check_program(family: str, drafts: int, program: list[tuple], **options) -> Engine:
+    """Runs operations on an engine with a pool that is too small; checks every answer and every list of selected positions,
+    also of requests that were cancelled, and that no page is lost."""
+    engine = small_engine(family, drafts, watched=True, **options)
     answers: dict[int, list[int]] = {}  # tokens of the request, prompt included
     prompts: dict[int, int] = {}
     given_places: dict[int, set[int]] = {}  # places of tokens that were put in by a rollback
@@ -56,6 +57,8 @@ def check_program(family: str, drafts: int, program: list[tuple], **options) -> 
             id = live[values[0] % len(live)]
             engine.cancel(id)
             cancelled.add(id)
+        elif kind == "reorder":
+            engine.reorder(values[0])
         elif kind == "rollback" and live:
             id = live[values[0] % len(live)]
             back, then = values[1], prompt(values[2], 9)
@@ -75,9 +78,14 @@ def check_program(family: str, drafts: int, program: list[tuple], **options) -> 
     assert engine.is_idle
     for id in finished:
         assert len(answers[id]) == prompts[id] + most[id]
+    for id in answers:
         assert_greedy(family, answers[id], [p for p in range(prompts[id], len(answers[id])) if p not in given_places[id]])
+        if id in finished:
+            assert set(range(prompts[id], len(answers[id]) - 1)) <= set(engine.selected[id])
+        assert_selected(family, answers[id], engine.selected.get(id, {}))
     engine.forget_prefixes()
     assert engine.free_pages == engine.pages
+    return engine
 
 
 programs = st.lists(
@@ -85,6 +93,7 @@ programs = st.lists(
         st.tuples(st.just("add"), st.integers(1, 24), st.integers(0, 2), st.integers(1, 12)),
         st.tuples(st.just("step"), st.integers(1, 3)),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.just("reorder"), st.permutations(range(BATCH))),
         st.tuples(st.just("rollback"), st.integers(0, 9), st.integers(0, BACK), st.integers(0, 2)),
     ),
     max_size=24,
@@ -93,7 +102,7 @@ programs = st.lists(
 # another waits, rollbacks with and without tokens put in place, and a request added late.
 MIXED = [
     ("add", 17, 0, 12), ("add", 5, 1, 9), ("step", 1), ("add", 20, 0, 8), ("add", 3, 2, 12), ("add", 17, 0, 4), ("step", 2),
-    ("rollback", 0, 2, 1), ("cancel", 1), ("step", 1), ("rollback", 1, 1, 0), ("add", 24, 0, 10), ("rollback", 0, 0, 2),
+    ("reorder", [2, 0, 1]), ("rollback", 0, 2, 1), ("cancel", 1), ("step", 1), ("rollback", 1, 1, 0), ("add", 24, 0, 10), ("rollback", 0, 0, 2),
     ("step", 3), ("add", 17, 0, 12), ("rollback", 0, 2, 0), ("step", 1),
 ]  # fmt: skip
 
@@ -114,11 +123,12 @@ def test_random_programs_give_each_request_what_it_gets_alone(program):
     [
         ("v41", DRAFTS, {}),
         ("v41", 0, {"decode_rows": (1, 2, BATCH), "prefill_shapes": ((1, 16), (BATCH, 4))}),
+        ("v41", DRAFTS, {"max_rollback": 0, "steps": 1}),
         ("v4", 0, {}),
         ("v4", 1, {}),
         ("v32", 0, {}),
     ],
-    ids=["v41-drafts", "v41-buckets", "v4", "v4-drafts", "v32"],
+    ids=["v41-drafts", "v41-buckets", "v41-ahead", "v4", "v4-drafts", "v32"],
 )
 def test_many_random_programs(family, drafts, options):
     @settings(max_examples=PROGRAMS // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -126,7 +136,8 @@ def test_many_random_programs(family, drafts, options):
     def check(program):
         check_program(family, drafts, program, **options)
 
-    check_program(family, drafts, MIXED, **options)
+    engine = check_program(family, drafts, MIXED, **options)
+    assert bool(engine.ran_ahead) == (options.get("max_rollback") == 0)
     check()
 
 

@@ -15,7 +15,7 @@ from dsa_jax.engine.pages import PagePool
 from dsa_jax.engine.prefix import Prefix, PrefixCache
 from dsa_jax.engine.programs import Slots
 from dsa_jax.engine.report import Event, Stats
-from dsa_jax.engine.request import STOP_IDS, Request, on_host, table_of, terms_of
+from dsa_jax.engine.request import STOP_IDS, Burst, Request, on_host, table_of, terms_of
 from dsa_jax.sampling import Sampling
 
 ADMITTED = 8  # requests that one call of the admission program takes
@@ -76,6 +76,7 @@ class Engine:
         self._rows: list[Request | None] = [None] * max_batch
         self._queue: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
+        self._ahead: Burst | None = None  # a burst whose tokens are not read yet
         self._next_id, self._stats = 0, Stats()
 
     # ------------------------------------------------------------ what callers use
@@ -111,7 +112,10 @@ class Engine:
         return request.id
 
     def step(self) -> list[Event]:
-        """Admits what fits, processes one chunk of prompts and one burst of decode steps; returns what happened."""
+        """Admits what fits, processes one chunk of prompts and one burst of decode steps; returns what happened.
+
+        On return the next burst may be under way, where nothing has to be decided before it: see `_can_run_ahead`.
+        """
         events = self._admit()
         self._prefill()
         return events + self._decode()
@@ -150,12 +154,13 @@ class Engine:
     def rollback(self, id: int, tokens: int, then: Sequence[int] = ()) -> None:
         """Takes back the newest tokens of a request's answer, and puts `then` in their place.
 
-        The request goes on from there: what it generated before stands. ValueError for more tokens than the answer has or
-        than max_rollback, for a request that waits, or where a shared page would have to be copied and no page is free.
+        The request goes on from there: what it generated before stands. ValueError for an engine made without max_rollback,
+        for more tokens than the answer has or than max_rollback, for a request that waits, or where a shared page would have
+        to be copied and no page is free.
         """
         request = self._known(id)
         answer, most = len(request.tokens) - request.prompt_tokens, self.sizes.max_rollback
-        if request.state == "queued" or not 0 <= tokens <= min(answer, most):
+        if request.state == "queued" or not most or not 0 <= tokens <= min(answer, most):
             raise ValueError(
                 f"Request {id} ({request.state}) cannot take back {tokens} tokens: it has an answer of {answer}, and the "
                 f"engine was made with max_rollback={most}."
@@ -342,19 +347,47 @@ class Engine:
         return min(end, -(-request.fed // step) * step if reached else (request.fed // step + 1) * step)
 
     def _decode(self) -> list[Event]:
-        """A burst of decode steps of all requests whose prompt is processed."""
+        """What a burst of decode steps gave. The one after it is under way while its tokens are read, where it can be."""
+        burst, self._ahead = self._ahead or self._start_burst(), None
+        if burst is None:
+            return []
+        if self._can_run_ahead():
+            self._ahead = self._start_burst()
+        return self._finish_burst(burst)
+
+    def _start_burst(self) -> Burst | None:
+        """Starts a burst of all requests whose prompt is processed."""
         running = [r for r in self._rows if r is not None and r.state == "decode"]
         if not running:
-            return []
+            return None
         size = next(n for n in self.sizes.decode_rows if n >= len(running))
         padded = running + [None] * (size - len(running))
         if size == self.sizes.max_batch:  # all rows, each at its own place
             padded = [r if r in running else None for r in self._rows]
         with jax.transfer_guard_device_to_host("disallow"):
-            out = self._run_decode(padded)
+            return Burst(padded, self._run_decode(padded))
+
+    def _can_run_ahead(self) -> bool:
+        """Whether nothing has to be decided before the next burst.
+
+        A request that ends in the burst under way takes part in the next one without effect: it samples its last token
+        again, and feeds none. So it is enough that one goes on. Requests that wait for the room of one that ends should
+        have it at once, a chunk of a prompt should not wait, and a rollback counts from the tokens that the caller has seen.
+        """
+        rows = [r for r in self._rows if r is not None]
+        if self.sizes.max_rollback or any(r.state == "prefill" for r in rows):
+            return False
+        burst = self.sizes.steps * (1 + self.sizes.drafts)
+        go_on = [len(r.tokens) + burst < r.most_tokens for r in rows]
+        return all(go_on) if self._queue else any(go_on)
+
+    def _finish_burst(self, burst: Burst) -> list[Event]:
+        """Reads a burst's tokens. Those of requests that ended or were cancelled since it began are left out."""
+        if not any(map(self._is_live, burst.requests)):
+            return []
         events, ended = [], []
-        for request, row in zip(padded, np.asarray(out), strict=True):
-            if request is None:
+        for request, row in zip(burst.requests, np.asarray(burst.tokens), strict=True):
+            if not self._is_live(request):
                 continue
             new = tuple(row[row >= 0].tolist())
             request.tokens += new
@@ -371,6 +404,9 @@ class Engine:
                 self._keep([request], 1)
             self._leave(request)
         return events
+
+    def _is_live(self, request: Request | None) -> bool:
+        return request is not None and self._requests.get(request.id) is request
 
     def _end_of(self, request: Request) -> str:
         if request.tokens[-1] in request.stop_ids:

@@ -44,6 +44,15 @@ class Request:
         return np.asarray(self.tokens[: self.fed], np.int32)
 
 
+@dataclass(frozen=True)
+class Burst:
+    """A burst of decode steps that was started: the request of every row (None: none), and its tokens int32 [R, N] on the
+    device, -1 where there is none."""
+
+    requests: Sequence[Request | None]
+    tokens: jax.Array
+
+
 def table_of(requests: Sequence[Request | None], width: int) -> np.ndarray:
     """The block table int32 [R, width] of requests (None: one without pages), -1 padded."""
     table = np.full((len(requests), width), -1, np.int32)
