@@ -20,6 +20,7 @@ import tempfile
 
 import jax
 from jax.experimental import topologies
+from tqdm import tqdm
 
 import pallas_kernels
 from pallas_kernels.case import Case
@@ -48,6 +49,7 @@ _COUNTED = {
     "UTMASTG": r"\bUTMASTG\b",
     "UBLKCP": r"\bUBLKCP\b",
     "LDGSTS": r"\bLDGSTS\b",
+    "LDGSTS.UR": r"\bLDGSTS\S* \[R\d+\+UR",  # to an address with a part that all threads share
     "LDTM": r"\bLDTM\b",
     "STTM": r"\bSTTM\b",
     "MUFU": r"\bMUFU\b",
@@ -174,15 +176,16 @@ def compile_case(case: Case, target: str) -> tuple[KernelReport, ...]:
     return tuple(dataclasses.replace(k, section=case.section, shape=case.shape) for k in kernels)
 
 
-def compile_report(targets=tuple(TARGETS), operation: str | None = None) -> CompileReport:
+def compile_report(targets=tuple(TARGETS), operation: str | None = None, progress: bool = False) -> CompileReport:
     """Compiles the standard shapes of every operation (or of one) for `targets`, each target in a process of its own.
+    `progress` shows a bar.
 
     Raises ValueError for an unknown target or operation, RuntimeError if the compile-only packages are not installed or
     a kernel does not compile (with what the compiler said).
     """
     for target in targets:
         _known(target)
-    cases(operation)
+    shapes = sum(len(_compiled_cases(target, operation)) for target in targets)
     if (reason := missing()) is not None:
         raise RuntimeError(reason)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -191,31 +194,42 @@ def compile_report(targets=tuple(TARGETS), operation: str | None = None) -> Comp
     code = "import sys; from pallas_kernels import aot; aot._worker(*sys.argv[1:])"
     with tempfile.TemporaryDirectory() as folder:
         running = []
+        done, worker_end = os.pipe()  # a line for every shape that is compiled
         for target in targets:
-            out = pathlib.Path(folder, target)
-            command = [sys.executable, "-c", code, target, str(out), *([operation] if operation else [])]
-            running.append((out, subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)))
+            out, errors = pathlib.Path(folder, target), pathlib.Path(folder, f"{target}.stderr")
+            command = [sys.executable, "-c", code, target, str(out), str(worker_end), *([operation] if operation else [])]
+            with errors.open("w") as stderr:
+                process = subprocess.Popen(command, env=environment, stderr=stderr, pass_fds=(worker_end,))
+            running.append((out, errors, process))
+        os.close(worker_end)
+        with open(done) as lines:
+            for _ in tqdm(lines, total=shapes, desc="compile", unit="shape", disable=not progress):
+                pass
         kernels, unsupported = [], []
-        for out, process in running:
-            _, errors = process.communicate()
-            if process.returncode:
-                raise RuntimeError(f"Compiling for {out.name} failed:\n{errors}")
+        for out, errors, process in running:
+            if process.wait():
+                raise RuntimeError(f"Compiling for {out.name} failed:\n{errors.read_text()}")
             found = json.loads(out.read_text())
             kernels += [KernelReport(**k) for k in found["kernels"]]
             unsupported += [tuple(u) for u in found["unsupported"]]
     return CompileReport(tuple(kernels), tuple(unsupported))
 
 
-def _worker(target: str, out: str, operation: str | None = None) -> None:
-    """Body of a process of `compile_report`: writes the report of one target to the file `out`."""
+def _compiled_cases(target: str, operation: str | None) -> list[Case]:
+    """The shapes that a report for `target` holds."""
+    return [case for case in cases(operation) if case.compiled and TARGETS[target] in case.targets]
+
+
+def _worker(target: str, out: str, done: str, operation: str | None = None) -> None:
+    """Body of a process of `compile_report`: writes the report of one target to the file `out`, and a line to the file
+    descriptor `done` after every shape."""
     kernels, unsupported = [], []
-    for case in cases(operation):
-        if not case.compiled or TARGETS[target] not in case.targets:
-            continue
+    for case in _compiled_cases(target, operation):
         try:
             kernels += compile_case(case, target)
         except NotImplementedError as reason:
             unsupported.append((target, case.section, case.shape, str(reason)))
+        os.write(int(done), b"\n")
     pathlib.Path(out).write_text(CompileReport(tuple(kernels), tuple(unsupported)).json())
 
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from pallas_kernels import blocks, indexing, platform
 from pallas_kernels.sparse_attention import online_softmax
 
-# Rows of kv per entry of the lists up to which dense products are taken to be faster, by what runs otherwise. Estimates:
-# XLA gathers at about 100 TFLOP/s on an H200, and a dense score with its mask and exponential in memory costs as much as
-# 290 TFLOP/s would; the kernels reach 450 to 690, and skip what lies behind a list's length.
-FACTORS = {"reference": 2.0, "sm90": 0.5}
+# Rows of kv per entry of the lists up to which dense products are faster, by what runs otherwise. On an H200 they take
+# 2.4 to 5 times as long as the kernels where kv has as many rows as the lists entries, or half of them, and about as
+# long as the reference, which gathers at 100 TFLOP/s (docs/performance-sparse-attention.md).
+FACTORS = {"reference": 1.0, "sm90": 0.0}
 
 
 def rows_below(implementation: str | None, width: int) -> int:

@@ -214,7 +214,9 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
                     f"[$0+{further + i // 2 * stride + 1024 * n}], [$1+{first + 128 * n}], 16, $2, $3;\n"
                     for n in range(count)
                 )
-                _asm(lines, "r,l,r,l,~{memory}", [arith.addi(to, offset), begin, size, policy])
+                # Not a sum, of which ptxas 13.0 to 13.5 would make the part that is the same in all threads an operand of
+                # its own, kept in the registers of the cache policy: an illegal instruction.
+                _asm(lines, "r,l,r,l,~{memory}", [arith.xori(to, offset), begin, size, policy])
 
     copy(ring_ref, which, places, block, *optional, *source_refs)
 

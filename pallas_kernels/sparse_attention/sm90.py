@@ -67,8 +67,3 @@ def _require(q, kvs, lists, scale, v_width, p_dtype):
         raise NotImplementedError(f"the sm90 kernel takes a scale above 0, not {scale}.")
     if any(each.size >= 2**31 for each in lists) or tokens * heads >= 2**31:
         raise NotImplementedError("the sm90 kernel counts list entries and query rows of a call in 31 bits.")
-
-
-def unproven(function, args):
-    """Why this kernel is not chosen by itself for a call that it carries, or None."""
-    return "the sm90 kernel was changed after it last ran on a GPU (compiled and interpreted since); name it to run it."
