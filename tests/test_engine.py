@@ -1,6 +1,7 @@
 """The engine: every request gets the tokens that it gets alone, whatever comes, goes and waits beside it."""
 
 import collections
+import dataclasses
 import time
 
 import jax
@@ -12,17 +13,28 @@ from engines import (
     BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run, small_engine,
     small_model,
 )  # fmt: skip
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_device_model import released_widths
+from test_v32_config import RELEASED
 
-from dsa_jax import ops
+from dsa_jax import bench_model, ops
 from dsa_jax.cache.requests import arrays_of, copy_pages, take_requests
 from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.config_v32 import V32Config
 from dsa_jax.engine import Engine
 from dsa_jax.engine.demands import chunk_of_budget
+from dsa_jax.families import family_of
+from dsa_jax.loading import abstract_model
 from dsa_jax.memory import index_score_bytes, prefill_row_bytes
+from dsa_jax.numerics import BF16
 from dsa_jax.sampling import Sampling
 from dsa_jax.step import Step
+from pallas_kernels import platform
+from pallas_kernels.candidate_logits import sm90 as candidate_sm90
+from pallas_kernels.indexer_logits import sm90 as indexer_sm90
+from pallas_kernels.sparse_decode import planning
 
 PROGRAMS = 400  # examples of the long run
 
@@ -506,3 +518,42 @@ def test_what_the_layers_of_a_step_share_is_computed_once(monkeypatch):
     jax.eval_shape(lambda leaves: lm.model(leaves)(cache, tokens, count, lm.numerics)[0], lm.leaves)
     sources, lists = 2, 3  # layers that write compressed rows, layers that select
     assert calls == {"window": 1, "with_ring": 1, "expand_candidates": 1, "positions_to_slots": sources + lists}
+
+
+@pytest.mark.parametrize("family", ["v41", "v32"])
+def test_schedules_of_kernels_are_made_once_a_step(family, monkeypatch):
+    """A decode step as a Hopper GPU would trace it: layers of one ratio share the schedule of their scores, consumers that of
+    their candidates, and layers of one shape that of their attention, which is made of constants."""
+    if family == "v41":
+        config = dataclasses.replace(
+            released_widths(), num_hidden_layers=6, compress_ratios=(0, 2, 2, 1, 1, 1), kv_source_layer_ids=(1, 2, 3),
+            index_source_layer_ids=(1, 2, 3, 4, 5), engram_layer_ids=(), engram_num_embeddings=(),
+        )  # fmt: skip
+        expected = {"indexer": 2, "candidates": 1, "attention": 2}  # ratios 2 and 1; with and without compressed rows
+    else:
+        config = dataclasses.replace(bench_model.cut(V32Config.from_dict(RELEASED), 32), num_hidden_layers=3)
+        expected = {"indexer": 1, "attention": 1}
+    calls = collections.Counter()
+
+    def counted(owner, name, label):
+        function = getattr(owner, name)
+
+        def wrapper(*arguments, **options):
+            calls[label] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, wrapper)
+
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    counted(indexer_sm90, "make_schedule", "indexer")
+    counted(candidate_sm90, "make_schedule", "candidates")
+    counted(planning, "_made", "attention")
+    planning._made_while_tracing.cache_clear()
+    graphdef, state = nnx.split(abstract_model(config))
+
+    def step(state, tokens, count):
+        cache = family_of(config).new_cache(config, BF16, 4, 8192)
+        return nnx.merge(graphdef, state)(cache, tokens, count, BF16)[0]
+
+    jax.eval_shape(step, state, jax.ShapeDtypeStruct((4, 1), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.int32))
+    assert calls == expected

@@ -24,6 +24,9 @@ from pallas_kernels import (
     expand_candidates,
     fake_quantize,
     indexer_logits,
+    make_candidate_schedule,
+    make_indexer_schedule,
+    make_select_schedule,
     paged_indexer_logits,
     ragged_candidate_logits,
     select,
@@ -471,3 +474,36 @@ def test_candidate_blocks_come_from_the_same_scores():
         chosen.candidate_blocks, candidate_blocks(scores, arguments["context_lens"], 3, 8)
     )
     np.testing.assert_array_equal(chosen.topk_indices, top_k(scores, 5, lengths=arguments["context_lens"])[0])
+
+
+@pytest.mark.parametrize("with_candidates", [False, True], ids=["dense", "candidates"])
+@pytest.mark.parametrize(("rows_at_once", "groups", "blocks"), [(99, 1, 1), (4, 1, 3), (1, 2, 5)])
+def test_the_schedule_of_a_selection_is_that_of_each_of_its_parts(rows_at_once, groups, blocks, with_candidates):
+    """2 requests of 5 rows, in parts that a budget allows: each part has the schedule that it would make itself."""
+    rng = np.random.default_rng(16)
+    lengths, table = rng.integers(0, 257, (2, 5)).astype(np.int32), int32(rng.permutation(8).reshape(2, 4))
+    keys = PagedRows.zeros(IndexMXFP4(128), 8, 64)
+    candidates, width = None, 256
+    if with_candidates:
+        ids = np.stack([rng.permutation(32)[:10] for _ in range(10)]).reshape(2, 5, 10)
+        candidates, width = expand_candidates(int32(ids), int32(lengths), 8), 80
+    found = make_select_schedule(
+        int32(lengths), table, keys, 32, candidates=candidates, byte_budget=12 * width * rows_at_once,
+        implementation="interpret_sm90",
+    )  # fmt: skip
+    assert {leaf.shape[:2] for leaf in jax.tree.leaves(found)} == {(groups, blocks)}
+    per_group, rows = 2 // groups, -(-5 // blocks)
+    for g, b in np.ndindex(groups, blocks):
+        requests = slice(g * per_group, (g + 1) * per_group)
+        part = jax.tree.map(
+            lambda x: jnp.pad(x, ((0, 0), (0, 1)) + ((0, 0),) * (x.ndim - 2))[requests, b * rows : (b + 1) * rows],
+            (int32(lengths), candidates),
+        )
+        if with_candidates:
+            own = make_candidate_schedule(
+                part[1], keys, context_lens=part[0], block_table=table[requests], heads=32, implementation="interpret_sm90"
+            )
+        else:
+            own = make_indexer_schedule(part[0], 32, implementation="interpret_sm90")
+        for ours, expected in zip(jax.tree.leaves(found), jax.tree.leaves(own), strict=True):
+            np.testing.assert_array_equal(ours[g, b], expected)
