@@ -7,6 +7,7 @@ profile cannot tell apart.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import tempfile
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from tqdm import tqdm
 
 from dsa_jax import ops
 from dsa_jax.bench_floor import PARTS, floors_us
@@ -165,11 +167,12 @@ def run(
     experts: int = 32,
     reference: bool = False,
     report: Callable[[StepRow], None] = lambda row: None,
+    progress: bool = False,
 ) -> list[StepRow]:
     """Measures a decode step for every batch and context, and a prefill chunk of `chunk` tokens for every context.
 
-    `reference` also times the same weights with XLA's references. ValueError where a context leaves no room in the config's
-    positions or is shorter than the chunk.
+    `reference` also times the same weights with XLA's references; `progress` shows a bar. ValueError where a context
+    leaves no room in the config's positions or is shorter than the chunk.
     """
     for context in contexts:
         if context < chunk or context > config.max_position_embeddings:
@@ -177,15 +180,16 @@ def run(
                 f"context={context} must hold the chunk of {chunk} tokens and stay within the {config.max_position_embeddings} "
                 "positions of the config (max_position_embeddings)."
             )
-    config = cut(config, experts)
-    lm = random_model(config, numerics)
-    plain = LanguageModel(lm.model(), numerics, "reference") if reference else None
+    steps = [("prefill", 1, chunk), *(("decode", batch, 1) for batch in batches)]
     rows = []
-    for context in contexts:
-        for kind, batch, count in [("prefill", 1, chunk), *(("decode", batch, 1) for batch in batches)]:
+    with tqdm(total=len(contexts) * len(steps), desc="time", unit="step", disable=not progress) as bar:
+        lm = random_model(cut(config, experts), numerics)
+        plain = LanguageModel(lm.model(), numerics, "reference") if reference else None
+        for context, (kind, batch, count) in itertools.product(contexts, steps):
             row = _measure(lm, plain, kind, batch, context, count)
             rows.append(row)
             report(row)
+            bar.update()
     return rows
 
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from tqdm import tqdm
+
 from dsa_jax.hub import checkpoint_folder
 
 REFUSED = 2  # exit status where the request itself cannot be met
@@ -177,11 +179,13 @@ def _write_tokens(lm, directory: Path, tokens: list[int], max_new_tokens: int, s
 
     text = _TextStream(directory)
     started, first, count = time.perf_counter(), None, 0
-    for (new,) in stream(lm, [tokens], max_new_tokens, sampling=sampling, **options):
-        print(text.add(new), end="", flush=True)
-        count += len(new)
-        if first is None:
-            first, counted_first = time.perf_counter(), count
+    with tqdm(total=len(tokens), desc="compile and prefill", unit="token", leave=False) as waiting:
+        for (new,) in stream(lm, [tokens], max_new_tokens, sampling=sampling, **options):
+            waiting.close()
+            print(text.add(new), end="", flush=True)
+            count += len(new)
+            if first is None:
+                first, counted_first = time.perf_counter(), count
     ended = time.perf_counter()
     print(text.rest())
     later, seconds = count - counted_first, ended - first
@@ -251,14 +255,12 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _print_report(directory: Path, context: int, batch: int, **options):
     from dsa_jax.inspect import inspect_checkpoint
 
-    report = inspect_checkpoint(directory, context=context, batch=batch, **options)
+    report = inspect_checkpoint(directory, context=context, batch=batch, progress=True, **options)
     print("\n".join(report.lines()))
     return report
 
 
 def _numerics(arguments: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
     from dsa_jax import golden
     from dsa_jax.loading import load_model
 
@@ -290,7 +292,7 @@ def _numerics(arguments: argparse.Namespace) -> int:
 def _compile_report(arguments: argparse.Namespace) -> int:
     from pallas_kernels import aot
 
-    report = aot.compile_report(tuple(arguments.target or aot.TARGETS), arguments.operation)
+    report = aot.compile_report(tuple(arguments.target or aot.TARGETS), arguments.operation, progress=True)
     print(report.text())
     if arguments.json:
         arguments.json.write_text(report.json())
@@ -301,8 +303,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from dsa_jax import doctor
 
     problems = 0
-    for finding in doctor.findings():
-        print(finding.line(), flush=True)
+    for finding in tqdm(doctor.findings(), desc="doctor", unit="check", leave=False):
+        tqdm.write(finding.line())
         problems += finding.ok is False
     return 1 if problems else 0
 
@@ -316,7 +318,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         arguments.operation,
         shapes=arguments.shape,
         xla=not arguments.no_xla,
-        report=lambda row: print(bench.table([row]).splitlines()[-1], flush=True),
+        report=lambda row: tqdm.write(bench.table([row]).splitlines()[-1]),
+        progress=True,
     )
     print(bench.table(rows))
     if arguments.json:
@@ -341,7 +344,8 @@ def _bench_model(arguments: argparse.Namespace) -> int:
         chunk=arguments.chunk,
         experts=arguments.experts,
         reference=not arguments.no_xla,
-        report=lambda row: print(bench_model.table([row]).splitlines()[-1], flush=True),
+        report=lambda row: tqdm.write(bench_model.table([row]).splitlines()[-1]),
+        progress=True,
     )
     print(bench_model.table(rows))
     if arguments.json:

@@ -135,9 +135,10 @@ def inspect_checkpoint(
     batch: int = 1,
     devices: int | None = None,
     device_memory: int = DEVICE_MEMORY,
+    progress: bool = False,
 ) -> Inspection:
     """Reports on the checkpoint in `directory` for `batch` requests of `context` tokens, and plans where it lies on
-    `devices` devices of `device_memory` bytes each, if given. Reads headers only.
+    `devices` devices of `device_memory` bytes each, if given. Reads headers only; `progress` shows a bar meanwhile.
 
     Works where shards are missing or cut, and says which. Raises ValueError for an unusable config.json, context or
     batch.
@@ -145,7 +146,7 @@ def inspect_checkpoint(
     config = load_config(directory)
     inventory = inventory_of(config)
     cache = inventory.caches(config, context, batch)
-    checkpoint = scan_checkpoint(directory)
+    checkpoint = scan_checkpoint(directory, progress)
     expected = inventory.tensors(config)
     rules = inventory.left_out(config)
     stored, problems = _stored(checkpoint, expected, rules)

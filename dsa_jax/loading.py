@@ -54,7 +54,7 @@ def load_model(
     abstract = abstract_parameters(config)
     if mesh is not None:
         sharding.check(config, {path: x.shape for path, x in abstract.items()}, mesh.shape)
-    plan = make_plan(abstract, directory, family.left_out(config))
+    plan = make_plan(abstract, directory, family.left_out(config), progress)
     for note in plan.notes:
         log.info(note)
     arrays = load(plan, progress=progress, mesh=mesh, readers=readers)

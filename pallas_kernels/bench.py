@@ -6,6 +6,7 @@ are outside. `us` is the median with the L2 cache flushed before every run, `us_
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+from tqdm import tqdm
 
 from pallas_kernels import aot, mosaic, platform
 from pallas_kernels.case import Case, floor_us
@@ -48,12 +50,14 @@ def run(
     iterations: int = 20,
     xla: bool = True,
     report: Callable[[Row], None] | None = None,
+    progress: bool = False,
 ) -> list[Row]:
     """Measures the named shapes of `operation`.
 
     `shapes` picks some by name; `implementation` is the kernel family (None: that of the GPU at hand); `xla` also times
-    the reference; `report` is called with every row as it is done. A shape that the kernel does not carry is left out,
-    with a line in the log. Raises ValueError for an unknown operation or shape, RuntimeError without an NVIDIA GPU.
+    the reference; `report` is called with every row as it is done; `progress` shows bars. A shape that the kernel does not
+    carry is left out, with a line in the log. Raises ValueError for an unknown operation or shape, RuntimeError without an
+    NVIDIA GPU.
     """
     family = implementation or platform.kernel_name()
     if platform.kernel_name() is None:
@@ -61,11 +65,14 @@ def run(
     chosen = [case for case in aot.cases(operation) if shapes is None or case.shape in set(shapes)]
     if shapes is not None and (unknown := set(shapes) - {case.shape for case in chosen}):
         raise ValueError(f"{operation} has no shape named {', '.join(sorted(unknown))}.")
-    rows, flush = [], _Flush()
+    rows, flush, bar = [], _Flush(), functools.partial(tqdm, disable=not progress)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        prepared = [(case, _prepare(case, family, xla, pool)) for case in chosen]
+        prepared = [(case, _prepare(case, family, xla, pool)) for case in bar(chosen, desc="trace", unit="shape")]
+        programs = [program for _, found in prepared if found is not None for program in found.values()]
+        for program in bar(programs, desc="compile", unit="program"):
+            concurrent.futures.wait([program])
     # All are compiled now: compiling runs kernels of its own, which would be in the way of what is timed.
-    for case, programs in prepared:
+    for case, programs in bar(prepared, desc="time", unit="shape"):
         if programs is not None:
             row = _measure(case, family, iterations, programs, flush)
             rows.append(row)

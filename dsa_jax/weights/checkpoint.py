@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from tqdm import tqdm
+
 from dsa_jax.weights.header import TensorInfo, scan_file
 
 INDEX = "model.safetensors.index.json"
@@ -45,8 +47,9 @@ class Checkpoint:
         return f"{shards}, {len(whole & self.weight_map.keys())} of {len(self.weight_map)} tensors whole"
 
 
-def scan_checkpoint(directory: str | Path) -> Checkpoint:
-    """Reads the index and all headers in `directory`. Raises ValueError only where that is no folder."""
+def scan_checkpoint(directory: str | Path, progress: bool = False) -> Checkpoint:
+    """Reads the index and all headers in `directory`; `progress` shows a bar once that has taken two seconds. Raises
+    ValueError only where that is no folder."""
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a folder. Give the folder of a checkpoint in the official format.")
@@ -67,7 +70,7 @@ def scan_checkpoint(directory: str | Path) -> Checkpoint:
 
     tensors: dict[str, TensorInfo] = {}
     cut: set[str] = set()
-    for name in files:
+    for name in tqdm(files, desc="headers", unit="shard", delay=2, disable=not progress):
         if name in missing:
             continue
         header = scan_file(directory / name)

@@ -67,18 +67,21 @@ class LoadPlan:
 
 
 def make_plan(
-    abstract: Mapping[str, jax.ShapeDtypeStruct], directory: str | Path, left_out: Sequence[tuple[str, str]] = ()
+    abstract: Mapping[str, jax.ShapeDtypeStruct],
+    directory: str | Path,
+    left_out: Sequence[tuple[str, str]] = (),
+    progress: bool = False,
 ) -> LoadPlan:
     """Matches the parameters `abstract` (path -> shape and dtype) with the tensors in `directory`.
 
     left_out: (pattern of official names, reason) of tensors that this checkpoint's model leaves out, beside those that
-    every model leaves out.
+    every model leaves out. progress: a bar while headers are read.
     A parameter of dtype uint8 whose path ends in ".scale" becomes float32 where the file has F32 scales: a float scale
     is never read as exponent bytes.
     Raises one ValueError that lists all problems: missing or cut shards, tensors missing, unexpected or twice there,
     wrong shapes and dtypes, disagreement with the index, with the counts and how to complete a download.
     """
-    checkpoint = scan_checkpoint(directory)
+    checkpoint = scan_checkpoint(directory, progress)
     problems = _Problems()
     problems.add_all("files", checkpoint.problems)
     if not checkpoint.files:
