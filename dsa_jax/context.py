@@ -167,6 +167,7 @@ def attend(
     slots: tuple[Int32[Array, "B S _"], ...],
     *,
     whole: int,
+    block_table: Int32[Array, "B M"],
     sink: Float[Array, " H"] | None = None,
     scale: float,
     v_width: int | None = None,
@@ -175,15 +176,17 @@ def attend(
     """`ops.attend` over the rows of all devices, the sink once. The first `whole` caches are on every device.
 
     Each device attends to its share of the slots in whole caches and to its own slots in divided ones (as `listed` gives
-    them, or a prefix of its rows); the parts are merged.
+    them, or a prefix of its rows); the parts are merged. Slots of divided caches come from the block table.
     """
+    options = dict(
+        scale=scale, v_width=v_width, p_dtype=p_dtype,
+        block_tables=(*(None,) * whole, *(block_table,) * (len(caches) - whole)),
+    )  # fmt: skip
     if not ranks.axes_of(CONTEXT):
-        return ops.attend(q, caches, slots, sink=sink, scale=scale, v_width=v_width, p_dtype=p_dtype)
+        return ops.attend(q, caches, slots, sink=sink, **options)
     slots = (*(_dealt(each) for each in slots[:whole]), *slots[whole:])
     lengths = (*(None,) * whole, *(jnp.sum(each >= 0, axis=-1, dtype=jnp.int32) for each in slots[whole:]))
-    part, lse = ops.attend(
-        q, caches, slots, topk_lengths=lengths, scale=scale, v_width=v_width, p_dtype=p_dtype, out_dtype=jnp.float32
-    )
+    part, lse = ops.attend(q, caches, slots, topk_lengths=lengths, out_dtype=jnp.float32, **options)
     out, lse = merged(part, lse, sink)
     return out.astype(q.dtype), lse
 

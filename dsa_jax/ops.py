@@ -1,5 +1,6 @@
 """The one bridge from the models to the kernels."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
@@ -78,6 +79,11 @@ _LISTED = 4
 _MOST_SLOTS = 2**18
 
 
+def decoded_bytes(slots: int, width: int) -> int:
+    """The most that `attend` takes for decoded rows of `width` values, of so many slots that a step may list."""
+    return 0 if _platform.kernel_name() is None else 2 * width * min(slots, _MOST_SLOTS)
+
+
 def attend(
     q: Float[Array, "B S H D"],
     caches: tuple[PagedRows, ...],
@@ -88,34 +94,55 @@ def attend(
     v_width: int | None = None,
     p_dtype=None,
     topk_lengths: tuple[Int32[Array, "B S"] | None, ...] | None = None,
+    block_tables: tuple[Int32[Array, "B M"] | None, ...] | None = None,
     out_dtype=None,
 ) -> tuple[Float[Array, "B S H V"], Float32[Array, "B S H"]]:
     """Attention over listed slots of caches, out and lse, by whichever of two operations is faster.
 
-    sparse_decode reads the records. Where a GPU's kernels run and the caches are small against the lists of all rows
-    together (the chunks of a prefill), their rows are decoded once and sparse_attention gathers those. With kernels the
-    two agree to the roundings that both document, with the references in every bit. Only the first topk_lengths of a
-    list are looked at. `out` is in out_dtype, default q.dtype, to which sparse_attention rounds in any case.
+    sparse_decode reads the records. Where a GPU's kernels run and what can be listed is small against the lists of all rows
+    together (the chunks of a prefill), it is decoded once and sparse_attention gathers those rows: of a cache with a
+    block table, that table's pages, from which its slots must come; of another one all slots. With kernels the two agree
+    to the roundings that both document, with the references in every bit. Only the first topk_lengths of a list are looked
+    at. `out` is in out_dtype, default q.dtype, to which sparse_attention rounds in any case.
     """
     options = dict(sink=sink, scale=scale, v_width=v_width, p_dtype=p_dtype)
-    if not _decodes_once(q, caches, slots):
+    tables = (None,) * len(caches) if block_tables is None else block_tables
+    if not _decodes_once(q, caches, slots, tables):
         return sparse_decode(q, caches, slots, topk_lengths=topk_lengths, out_dtype=out_dtype, **options)
-    rows = tuple(
-        cache.gather(jnp.arange(cache.num_slots, dtype=jnp.int32), jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32)
-        for cache in caches
-    )
+    decoded = [_decoded(*each, q.dtype) for each in zip(caches, slots, tables, strict=True)]
     batch, count = q.shape[:2]
-    lists = tuple(each.reshape(batch * count, -1) for each in slots)
+    lists = tuple(listed.reshape(batch * count, -1) for _, listed in decoded)
     lengths = topk_lengths and tuple(None if each is None else each.reshape(-1) for each in topk_lengths)
-    out, lse = sparse_attention(q.reshape(batch * count, *q.shape[2:]), rows, lists, topk_length=lengths, **options)
+    out, lse = sparse_attention(
+        q.reshape(batch * count, *q.shape[2:]), tuple(rows for rows, _ in decoded), lists, topk_length=lengths, **options
+    )
     out = out if out_dtype is None else out.astype(out_dtype)
     return out.reshape(batch, count, *out.shape[1:]), lse.reshape(batch, count, -1)
 
 
-def _decodes_once(q, caches, slots) -> bool:
+def _decodes_once(q, caches, slots, tables=None) -> bool:
     """Whether rows are decoded once, decided by shapes. Only for bf16 queries, which is what the kernels take."""
     if _platform.kernel_name() is None or q.dtype != jnp.bfloat16:
         return False
-    held = sum(cache.num_slots for cache in caches)
+    held = sum(map(_listable, caches, tables or (None,) * len(caches)))
     listed = sum(each.size for each in slots)
     return held <= _MOST_SLOTS and listed >= _LISTED * held
+
+
+def _listable(cache: PagedRows, table: Array | None) -> int:
+    """Slots that can be listed: those of a table's pages, unless that is more than there are."""
+    return cache.num_slots if table is None else min(cache.num_slots, table.size * cache.page_size)
+
+
+def _decoded(cache: PagedRows, slots: Array, table: Array | None, dtype) -> tuple[Array, Array]:
+    """The decoded rows [N, D] of all slots that can be listed, and `slots` as places among them."""
+    if table is None or _listable(cache, table) == cache.num_slots:
+        return cache.gather(jnp.arange(cache.num_slots, dtype=jnp.int32), dtype), slots
+    page, pages = cache.page_size, table.reshape(-1)
+    positions = jnp.arange(table.shape[1] * page, dtype=jnp.int32)
+    every, _ = positions_to_slots(jnp.broadcast_to(positions, (len(table), 1, len(positions))), table, page)
+    rows = cache.gather(every.reshape(-1), dtype)
+    # A page that several requests share is decoded for each, and read at the last of those places.
+    place = jax.ops.segment_max(jnp.arange(len(pages), dtype=jnp.int32), pages, cache.pages.shape[0])
+    place = gather_rows(place, jnp.where(slots < cache.num_slots, slots // page, -1))
+    return rows, jnp.where((slots < 0) | (slots >= cache.num_slots), -1, place * page + slots % page)

@@ -496,6 +496,36 @@ def test_ac_72_budgets_of_one_two_and_five_chunks_give_the_same():
     assert answers[0] == answers[1] == answers[2] == prompt(20) + answer_alone("v41", prompt(20), 8)
 
 
+def test_a_chunk_decodes_the_rows_that_its_requests_can_list(monkeypatch):
+    """Of a pool of 40 pages, the pages of the step's table, a shared one and missing ones among them; the result is that of
+    sparse_decode in every bit."""
+    rng = np.random.default_rng(0)
+    pool = ops.PagedRows.zeros(ops.Plain(64, jnp.bfloat16), 40, 4)
+    pool = pool.scatter(jnp.arange(160, dtype=jnp.int32), jnp.asarray(rng.standard_normal((160, 64)), jnp.float32))
+    ring = ops.PagedRows.zeros(ops.Plain(64, jnp.bfloat16), 2, 3)
+    ring = ring.scatter(jnp.arange(6, dtype=jnp.int32), jnp.asarray(rng.standard_normal((6, 64)), jnp.float32))
+    table = jnp.array([[31, 7, 2, -1], [31, 39, -1, -1]], jnp.int32)
+    positions = jnp.asarray(rng.integers(-2, 14, (2, 5, 30)), jnp.int32)
+    slots, _ = ops.positions_to_slots(positions, table, 4)
+    assert {31, 7, 2, 39} == set((np.asarray(slots)[np.asarray(slots) >= 0] // 4).tolist())
+    seen = jnp.asarray(rng.integers(-1, 6, (2, 5, 3)), jnp.int32)
+    q = jnp.asarray(rng.standard_normal((2, 5, 4, 64)), jnp.bfloat16)
+
+    def attend():
+        tables = {"block_tables": (None, table)}
+        return ops.attend(q, (ring, pool), (seen, slots), sink=jnp.zeros(4), scale=0.1, v_width=32, **tables)
+
+    wanted, decoded = attend(), []
+    monkeypatch.setattr(ops._platform, "kernel_name", lambda: "sm90")
+    gather = ops.PagedRows.gather
+    monkeypatch.setattr(ops.PagedRows, "gather", lambda self, at, *a: decoded.append(at.size) or gather(self, at, *a))
+    with ops.preferred("reference"):
+        found = attend()
+    assert decoded == [6, 32]
+    for ours, expected in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 def test_what_the_layers_of_a_step_share_is_computed_once(monkeypatch):
     """One list of window slots, one expansion of candidates, one translation of a source's list into slots."""
     lm, calls = small_model(), collections.Counter()

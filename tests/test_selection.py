@@ -81,7 +81,8 @@ def test_lse_of_selected_rows_beside_a_window():
     window = np.array([[[0, -1], [0, 1], [1, 2]]], np.int32)
     selected = np.array([[[-1, -1, -1], [4, -1, -1], [0, 3, 5]]], np.int32)
     tap, angles = Tap(only={"selected_lse"}), rope_angles(16, layer.rope, jnp.arange(3, dtype=jnp.int32)[None])
-    layer.attend(jnp.asarray(q), caches, (jnp.asarray(window), jnp.asarray(selected)), angles, F32, tap)
+    table = jnp.arange(6, dtype=jnp.int32)[None]
+    layer.attend(jnp.asarray(q), caches, (jnp.asarray(window), jnp.asarray(selected)), table, angles, F32, tap)
     for t in range(3):
         listed = selected[0, t][selected[0, t] >= 0]
         expected = logsumexp(q[0, t].astype(np.float64) @ rows[1, listed].T * 80**-0.5)
@@ -99,7 +100,8 @@ def test_both_forms_of_latent_attention_give_the_same_lse():
     cache = ops.PagedRows.zeros(ops.Plain(144, jnp.float32), 7, 1).scatter(jnp.arange(7, dtype=jnp.int32), jnp.asarray(rows[0]))
     slots = np.array([[[0, -1, -1], [0, 1, -1], [2, 3, 6], [-1, -1, -1]]], np.int32)
     mask = (slots[..., None] == np.arange(7)).any(-2)
-    absorbed = layer.attend(jnp.asarray(q), cache, jnp.asarray(slots), F32)
+    table = jnp.arange(7, dtype=jnp.int32)[None]
+    absorbed = layer.attend(jnp.asarray(q), cache, jnp.asarray(slots), table, F32)
     expanded = layer.attend_expanded(jnp.asarray(q), jnp.asarray(rows), jnp.asarray(mask), F32)
     up = weight.astype(np.float64).reshape(2, -1, 128)[:, :32] / 16
     key = np.concatenate([np.einsum("hnc,tc->htn", up, rows[0, :, :128]), np.tile(rows[:, :, 128:], (2, 1, 1))], axis=-1)

@@ -70,7 +70,7 @@ class Attention(SharedKVAttention):
                     tap("candidates", context.candidate_blocks(selected.candidates, source.index_keys.page_size))
             caches += (source.compressed,)
             slots += (selected.slots,)
-        y = self.attend(q, caches, slots, angles, numerics, tap)
+        y = self.attend(q, caches, slots, step.block_table, angles, numerics, tap)
         return y, AttentionState(window, sources, selected)
 
     def extend_source(

@@ -164,7 +164,7 @@ def draft(
             angles = attn.angles(step.positions)
             _, q = attn.query(x, angles, numerics)
             recent, _ = attn.extend_window(window, attn.window_rows(x, angles, numerics), step, numerics)
-            return attn.attend(q, (recent,), (step.ring.seen,), angles, numerics), None
+            return attn.attend(q, (recent,), (step.ring.seen,), step.block_table, angles, numerics), None
 
         stream, mix = stage.run(stream, mix, attend, step, numerics)
     last = stages[-1]

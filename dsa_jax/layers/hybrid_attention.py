@@ -64,7 +64,7 @@ class HybridAttention(SharedKVAttention):
                 listed = context.every_listed(*where)
             caches += (compressed.rows,)
             slots += (listed,)
-        y = self.attend(q, caches, slots, angles, numerics, tap)
+        y = self.attend(q, caches, slots, step.block_table, angles, numerics, tap)
         return y, LayerCache(window, compressed, index_keys)
 
     def select(

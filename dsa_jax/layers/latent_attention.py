@@ -87,7 +87,7 @@ class LatentAttention(nnx.Module):
 
         def absorbed():
             slots = context.listed(selected, step.block_table, cache.latent.page_size)
-            return self.attend(q, cache.latent, slots, numerics)
+            return self.attend(q, cache.latent, slots, step.block_table, numerics)
 
         def expanded():
             return self.attend_to_all(q, cache, step, numerics)
@@ -101,16 +101,17 @@ class LatentAttention(nnx.Module):
         return self.wo(o.reshape(*x.shape[:-1], -1), numerics), cache
 
     def attend(
-        self, q: Float[Array, "B S H h"], rows: ops.PagedRows, slots: Array, numerics: Numerics
+        self, q: Float[Array, "B S H h"], rows: ops.PagedRows, slots: Array, block_table: Array, numerics: Numerics
     ) -> tuple[Float[Array, "B S H v"], Float[Array, "B S H"]]:
-        """Softmax over the listed latent rows, per head in and out of the latent space, and its log-sum-exp. Every product
-        is rounded."""
+        """Softmax over the listed latent rows, of the block table's pages, per head in and out of the latent space, and its
+        log-sum-exp. Every product is rounded."""
         wkv_b = self.wkv_b.dequantized(numerics).reshape(-1, self.nope + self.value, self.latent)
         absorbed = per_head(q[..., : self.nope], wkv_b[:, : self.nope], 1, numerics)
         q = jnp.concatenate([absorbed, q[..., self.nope :]], axis=-1)
         o, lse = context.attend(
-            q, (rows,), (slots,), whole=0, scale=self.scale, v_width=self.latent, p_dtype=numerics.dtype
-        )
+            q, (rows,), (slots,), whole=0, block_table=block_table, scale=self.scale, v_width=self.latent,
+            p_dtype=numerics.dtype,
+        )  # fmt: skip
         return per_head(o, wkv_b[:, self.nope :], 2, numerics), lse
 
     def attend_to_all(

@@ -82,23 +82,27 @@ class SharedKVAttention(nnx.Module):
         q: Float[Array, "B S H h"],
         caches: tuple[ops.PagedRows, ...],
         slots: tuple[Array, ...],
+        block_table: Array,
         angles: Angles,
         numerics: Numerics,
         tap: Tap | None = None,
     ) -> Float[Array, "B S d"]:
         """Softmax over the listed rows of the caches with the sink, inverse rotation, grouped output projection.
 
-        The first cache is the window's, which is on every device; a second one may be divided (`context`).
+        The first cache is the window's, which is on every device; a second one may be divided (`context`), and its slots are
+        of the block table's pages.
         """
         options = dict(scale=self.head_dim**-0.5, p_dtype=numerics.dtype)
         if len(caches) == 1:
             o, _ = ops.attend(q, caches, slots, sink=self.attn_sink[...], **options)
         else:
-            o, _ = context.attend(q, caches, slots, whole=1, sink=self.attn_sink[...], **options)
+            o, _ = context.attend(
+                q, caches, slots, whole=1, block_table=block_table, sink=self.attn_sink[...], **options
+            )
         if tap is not None:
             tap("sparse_attn_out", ranks.joined(o, "heads", 2))
             if tap.asked_for("selected_lse") and len(caches) > 1:
-                _, lse = context.attend(q, caches[1:], slots[1:], whole=0, **options)
+                _, lse = context.attend(q, caches[1:], slots[1:], whole=0, block_table=block_table, **options)
                 tap("selected_lse", ranks.joined(lse, "heads", 2))
         groups = self.groups * o.shape[2] // self.heads  # those of the heads that this device has
         o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], groups, -1)
