@@ -319,7 +319,7 @@ def stream(
         raise ValueError(f"Prompts {empty} are empty: give at least one token, such as the begin-of-sequence id.")
     batch, longest = len(prompts), max(len(p) for p in prompts)
     context = longest + max_new_tokens
-    rows = max(1, min(default_chunk(longest), chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES) // batch))
+    rows = max(1, min(default_chunk(longest), chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES, batch) // batch))
     engine = Engine(
         lm, batch, context, prefill_shapes=((batch, rows),), decode_rows=(batch,), steps=every, drafts=drafts
     )

@@ -188,11 +188,15 @@ def index_score_bytes(config: Any, rows: int, context: int) -> int:
     return 4 * rows * (context // ratio)
 
 
+def row_width(config: Any) -> int:
+    """Values of a row that attention reads."""
+    return getattr(config, "head_dim", None) or config.kv_lora_rank + config.qk_rope_head_dim
+
+
 def prefill_row_bytes(config: Any, context: int) -> int:
     """About what one query row takes while a step runs: scores with the keys and copies that the selection makes of them,
     the residual stream's copies before and after a layer, queries and outputs of all heads, hidden rows of the experts."""
     stream = 3 * 4 * getattr(config, "hc_mult", 1) * config.hidden_size
-    width = getattr(config, "head_dim", None) or config.kv_lora_rank + config.qk_rope_head_dim
-    heads = 3 * 4 * config.num_attention_heads * width
+    heads = 3 * 4 * config.num_attention_heads * row_width(config)
     experts = 3 * 4 * config.num_experts_per_tok * config.moe_intermediate_size
     return 3 * index_score_bytes(config, 1, context) + stream + heads + experts

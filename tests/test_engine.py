@@ -472,11 +472,24 @@ def test_ac_72_scores_of_a_prefill_are_counted_before_they_are_made():
     """8,192 rows over 131,072 positions would be 4 GiB; the chunk follows from the budget, and shrinks as contexts grow."""
     config = small_model("v32").config
     assert index_score_bytes(config, 8192, 131072) == 4 * 2**30
-    chunks = [chunk_of_budget(config, context, 2**30) for context in (1024, 131072, 1048576)]
+    chunks = [chunk_of_budget(config, context, 2**30, 1) for context in (1024, 131072, 1048576)]
     assert chunks == sorted(chunks, reverse=True) and chunks[-1] < chunks[0]
     for context, chunk in zip((131072, 1048576), chunks[1:], strict=True):
         assert chunk * prefill_row_bytes(config, context) <= 2**30 < 2 * chunk * prefill_row_bytes(config, context)
         assert prefill_row_bytes(config, context) > 3 * index_score_bytes(config, 1, context)
+
+
+def test_decoded_rows_of_a_chunk_are_in_its_budget(monkeypatch):
+    """Where kernels run, rows that a chunk decodes once, at most 2^18 of them, come out of the prefill's bytes."""
+    config, context = small_model("v32").config, 8192
+    row, width = prefill_row_bytes(config, context), config.kv_lora_rank + config.qk_rope_head_dim
+    assert chunk_of_budget(config, context, 8 * row, 4) == 8
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    decoded = 2 * width * 4 * context
+    with pytest.raises(ValueError, match=f"one row's {row} bytes .* and {decoded} of decoded rows.*at least {row + decoded}"):
+        chunk_of_budget(config, context, decoded, 4)
+    assert chunk_of_budget(config, context, 8 * row + decoded, 4) == 8
+    assert chunk_of_budget(config, context, 8 * row + 2 * width * 2**18, 1000) == 8
 
 
 @pytest.mark.slow

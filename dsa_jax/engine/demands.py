@@ -9,7 +9,7 @@ import jax
 from dsa_jax import ops
 from dsa_jax.cache.requests import page_bytes, request_bytes
 from dsa_jax.cache.sizes import CacheSizes
-from dsa_jax.memory import human, prefill_row_bytes
+from dsa_jax.memory import human, index_score_bytes, prefill_row_bytes, row_width
 
 DEFAULT_PREFILL_BYTES = 2 * 2**30
 LARGEST_CHUNK = 4096
@@ -70,7 +70,9 @@ def sizes_of(
     rollback = drafts + (max_rollback + 1 if max_rollback else 0)
     one = CacheSizes(1, page_size, rollback)
     shape = jax.eval_shape(lambda: lm.new_cache(1, tokens, one))
-    each, page, state = shape.block_table.shape[1], page_bytes(shape), request_bytes(shape)
+    # Bytes are those of one device: a page is divided over cp, and so are the scores of a row.
+    ways = 1 if lm.mesh is None else lm.mesh.shape["cp"]
+    each, page, state = shape.block_table.shape[1], page_bytes(shape) // ways, request_bytes(shape)
     if pages is not None and memory_bytes is not None:
         raise ValueError(f"pages={pages} and memory_bytes={memory_bytes} both size the pool: give one of them.")
     if memory_bytes is not None:
@@ -85,7 +87,9 @@ def sizes_of(
             )
     if pages is None:
         pages = max_batch * each
-    chunk = chunk_of_budget(lm.config, max_context, DEFAULT_PREFILL_BYTES if prefill_bytes is None else prefill_bytes)
+    scored = -(-max_context // ways)
+    budget = DEFAULT_PREFILL_BYTES if prefill_bytes is None else prefill_bytes
+    chunk = chunk_of_budget(lm.config, scored, budget, max_batch)
     if prefill_shapes is None:
         prefill_shapes = {(1, chunk), (max_batch, max(1, chunk // max_batch))}
     for requests, rows in prefill_shapes:
@@ -97,7 +101,7 @@ def sizes_of(
             raise ValueError(
                 f"The prefill shape ({requests}, {rows}) has {requests * rows} rows, and the budget of prefill bytes allows "
                 f"{chunk}: a row of {max_context} tokens of context takes "
-                f"{human(prefill_row_bytes(lm.config, max_context))}. Give a larger prefill_bytes or a smaller shape."
+                f"{human(prefill_row_bytes(lm.config, scored))}. Give a larger prefill_bytes or a smaller shape."
             )
     decode_rows = {1, max_batch} if decode_rows is None else set(decode_rows)
     if not decode_rows or min(decode_rows) < 1 or max(decode_rows) != max_batch:
@@ -128,16 +132,17 @@ def drafted_tokens(lm: Any) -> int:
     return getattr(config, "dspark_block_size", 1) if spark is None else spark.block_size
 
 
-def chunk_of_budget(config: Any, context: int, budget: int) -> int:
+def chunk_of_budget(config: Any, context: int, budget: int, requests: int) -> int:
     """The most query rows, a power of two, whose temporaries at `context` tokens of context fit in `budget` bytes.
 
-    They count the indexer's scores of every visible position, which grow with the context. ValueError where not even
-    one row fits.
+    They count the indexer's scores of every visible position, which grow with the context, and, whatever the rows, what a
+    chunk of up to `requests` requests decodes for all of them. ValueError where not even one row fits.
     """
     row = prefill_row_bytes(config, context)
-    if budget < row:
+    decoded = ops.decoded_bytes(index_score_bytes(config, requests, context) // 4, row_width(config))
+    if budget < row + decoded:
         raise ValueError(
             f"prefill_bytes={budget} is less than one row's {row} bytes at {context} tokens of context (indexer scores and "
-            f"activations). Give at least {row}."
+            f"activations) and {decoded} of decoded rows of the cache. Give at least {row + decoded}."
         )
-    return min(1 << (budget // row).bit_length() - 1, LARGEST_CHUNK)
+    return min(1 << ((budget - decoded) // row).bit_length() - 1, LARGEST_CHUNK)
