@@ -110,7 +110,9 @@ def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
     if not decode or jax.process_count() > 1:
         return found
     if not hasattr(lm.family.model, "draft"):
-        return found | {"generated": served(lm, page)}
+        # The same bytes of each device hold as many pages, and in those of a divided cache more tokens.
+        sized = Engine(lm, 2, 48, page_size=page, memory_bytes=2**21, prefill_shapes=((1, 8),))
+        return found | {"generated": served(lm, page), "pages": np.array(sized.pages)}
     last = jnp.stack([logits[0, 39], logits[1, 34]])
     done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
     cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4)
@@ -231,8 +233,10 @@ def check_divided_operations() -> None:
         cache, recent = ops.PagedRows(pages, plain, page), ops.PagedRows(window, plain, 7)
         listed = context.listed(chosen, table, page, lengths)
         every = context.every_listed(table, page, lengths)
-        both = context.attend(q, (recent, cache), (seen, listed), whole=1, sink=sink, scale=0.2, p_dtype=jnp.float32)
-        alone = [context.attend(q, (cache,), (each,), whole=0, scale=0.2, v_width=5) for each in (listed, every)]
+        both = context.attend(
+            q, (recent, cache), (seen, listed), whole=1, block_table=table, sink=sink, scale=0.2, p_dtype=jnp.float32
+        )
+        alone = [context.attend(q, (cache,), (each,), whole=0, block_table=table, scale=0.2, v_width=5) for each in (listed, every)]
         return both, alone
 
     divided, one = on_all(attend, (q, chosen, seen, table, lengths, window, sink))
