@@ -47,10 +47,12 @@ __all__ = [
     "V41MXFP8",
     "V41NVFP4",
     "attend",
+    "decoded_bytes",
     "dequantize_weight",
     "expand_candidates",
     "fake_quantize",
     "gather_rows",
+    "has_kernels",
     "make_select_schedule",
     "merge_top_k",
     "paged_indexer_logits",
@@ -63,6 +65,11 @@ __all__ = [
     "sparse_attention",
     "sparse_decode",
 ]
+
+
+def has_kernels() -> bool:
+    """Whether there are kernels for the GPU at hand."""
+    return _platform.kernel_name() is not None
 
 
 def require(implementation: str | None) -> None:
@@ -81,7 +88,7 @@ _MOST_SLOTS = 2**18
 
 def decoded_bytes(slots: int, width: int) -> int:
     """The most that `attend` takes for decoded rows of `width` values, of so many slots that a step may list."""
-    return 0 if _platform.kernel_name() is None else 2 * width * min(slots, _MOST_SLOTS)
+    return 2 * width * min(slots, _MOST_SLOTS) if has_kernels() else 0
 
 
 def attend(
@@ -122,7 +129,7 @@ def attend(
 
 def _decodes_once(q, caches, slots, tables=None) -> bool:
     """Whether rows are decoded once, decided by shapes. Only for bf16 queries, which is what the kernels take."""
-    if _platform.kernel_name() is None or q.dtype != jnp.bfloat16:
+    if not has_kernels() or q.dtype != jnp.bfloat16:
         return False
     held = sum(map(_listable, caches, tables or (None,) * len(caches)))
     listed = sum(each.size for each in slots)

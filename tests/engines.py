@@ -105,8 +105,11 @@ class WatchedEngine(Engine):
                 request.slot = row
 
 
-def small_engine(family: str = "v41", drafts: int = DRAFTS, watched: bool = False, **options) -> Engine:
-    """An engine of three requests and fewer pages than they could use. With and without drafts its arrays have the same shapes."""
+def small_engine(
+    family: str = "v41", drafts: int = DRAFTS, watched: bool = False, lm: LanguageModel | None = None, **options
+) -> Engine:
+    """An engine of three requests and fewer pages than they could use, of `lm` (default: `small_model(family)`). With and
+    without drafts its arrays have the same shapes."""
     page, pages = (128, 3) if family == "v4" else (PAGE, PAGES)  # V4's pages hold whole groups of 128 tokens
     # Rings hold drafts + max_rollback + 1 tokens beyond their window.
     sizes = dict(
@@ -114,7 +117,7 @@ def small_engine(family: str = "v41", drafts: int = DRAFTS, watched: bool = Fals
         max_rollback=BACK + DRAFTS - drafts, snapshots=4, boundary=8,
     )  # fmt: skip
     made = WatchedEngine if watched else Engine
-    return made(family if watched else small_model(family), BATCH, CONTEXT + DRAFTS - drafts, page, **(sizes | options))
+    return made(family if watched else lm or small_model(family), BATCH, CONTEXT + DRAFTS - drafts, page, **(sizes | options))
 
 
 def prompt(n: int, seed: int = 0) -> list[int]:

@@ -1,6 +1,7 @@
 """The engine: every request gets the tokens that it gets alone, whatever comes, goes and waits beside it."""
 
 import collections
+import copy
 import dataclasses
 import time
 
@@ -23,6 +24,7 @@ from dsa_jax import bench_model, ops
 from dsa_jax.cache.requests import arrays_of, copy_pages, take_requests
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.config_v32 import V32Config
+from dsa_jax.decode import LanguageModel
 from dsa_jax.engine import Engine
 from dsa_jax.engine.demands import chunk_of_budget
 from dsa_jax.families import family_of
@@ -31,7 +33,7 @@ from dsa_jax.memory import index_score_bytes, prefill_row_bytes
 from dsa_jax.numerics import BF16
 from dsa_jax.sampling import Sampling
 from dsa_jax.step import Step
-from pallas_kernels import platform
+from pallas_kernels import dispatch, platform
 from pallas_kernels.candidate_logits import sm90 as candidate_sm90
 from pallas_kernels.indexer_logits import sm90 as indexer_sm90
 from pallas_kernels.sparse_decode import planning
@@ -433,6 +435,39 @@ def test_ac_76_a_kernel_family_that_is_not_at_hand_is_refused_before_anything_is
     monkeypatch.setattr(lm, "implementation", None)
     with pytest.raises(NotImplementedError, match="DeepseekV32 does not run its draft layer"):
         Engine(small_model("v32"), BATCH, CONTEXT, drafts=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({}, {"page_size": 48}, r"a chunk of 1 x 8 tokens \(prefill_shapes\): the kernel reads pages of .* not of 24 rows"),
+        ({"num_attention_heads": 4, "o_groups": 4}, {}, "takes multiples of 8 heads from 8 to 128, not 4"),
+        ({"index_head_dim": 64}, {}, "the kernel takes queries of width 128, and q has width 64"),
+        ({"candidate_block_size": 4, "candidate_topk_blocks": 256}, {}, r"the kernel takes blocks of 8 or 16 positions, not 4\. Change what it names, or load"),
+    ],
+)
+def test_ac_76_what_a_named_kernel_does_not_carry_is_said_when_the_engine_is_made(monkeypatch, changes, options, sentence):
+    """The page, heads and widths of a model that Hopper's kernels carry but for one, traced and neither loaded nor compiled;
+    without a name the references serve, and the log says so before the first request comes."""
+    config = dataclasses.replace(released_widths(), engram_layer_ids=(), engram_num_embeddings=(), **changes)
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    lm = LanguageModel(abstract_model(config), BF16, "sm90")
+    with pytest.raises(NotImplementedError, match=f"implementation='sm90' does not run .*{sentence}"):
+        Engine(lm, 2, 256, prefill_shapes=((1, 8),), **options)
+
+
+@pytest.mark.slow
+def test_an_engine_traces_its_kernels_once(monkeypatch):
+    """What it checks when it is made is what it runs: no program is traced a second time."""
+    monkeypatch.setattr(ops, "has_kernels", lambda: True)
+    lm = copy.copy(small_model())
+    lm.__dict__.pop("programs", None)
+    lm.traces = {}
+    engine = small_engine(lm=lm, snapshots=0, drafts=0, steps=2)
+    assert lm.traces == {"engine.prefill": 1, "engine.decode": 1}
+    id = engine.add(prompt(5), 3, stop_ids=NO_STOP)
+    assert len(run(engine)[id]) == 3
+    assert lm.traces == {"engine.prefill": 1, "engine.decode": 1, "engine.admit": 1}
 
 
 def test_ac_47_a_chunk_larger_than_the_budget_names_both():

@@ -1,14 +1,18 @@
 """What an engine is made with, checked before anything is allocated, and the sizes that follow from it."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dsa_jax import ops
 from dsa_jax.cache.requests import page_bytes, request_bytes
 from dsa_jax.cache.sizes import CacheSizes
+from dsa_jax.engine.programs import Slots
+from dsa_jax.engine.request import terms_of
 from dsa_jax.memory import human, index_score_bytes, prefill_row_bytes, row_width
 
 DEFAULT_PREFILL_BYTES = 2 * 2**30
@@ -122,6 +126,44 @@ def sizes_of(
         boundary=chunk if boundary is None else boundary,
         max_rollback=max_rollback,
     )
+
+
+def require_kernels(lm: Any, sizes: Sizes) -> None:
+    """Traces every chunk and burst of the engine where kernels take part; nothing is compiled or allocated.
+
+    What a kernel that was chosen by name does not carry raises NotImplementedError; what one of the GPU at hand does not
+    carry is logged, here and not in the middle of serving. The traces are those that the first steps would make.
+    """
+    if lm.implementation == "reference" or lm.implementation is None and not ops.has_kernels():
+        return
+    batch = sizes.max_batch
+    cache = jax.eval_shape(lambda: lm.new_cache(batch, sizes.table_tokens, sizes.cache))
+    logits = jax.ShapeDtypeStruct((batch, lm.config.vocab_size), jnp.float32)
+    terms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), terms_of([None] * batch))
+    slots = Slots(cache, logits, terms)
+
+    def rows(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    for requests, count in sizes.prefill_shapes:
+        with _naming(lm.implementation, f"a chunk of {requests} x {count} tokens (prefill_shapes)"):
+            lm.programs.prefill.eval_shape(lm.leaves, slots, rows(requests), rows(requests, count), rows(requests), None)
+    for requests in sizes.decode_rows:
+        chosen = rows(requests) if requests < batch else None
+        active = jax.ShapeDtypeStruct((requests,), jnp.bool_)
+        with _naming(lm.implementation, f"a burst of {requests} requests (decode_rows)"):
+            lm.programs.decode.eval_shape(lm.leaves, slots, chosen, active, steps=sizes.steps, drafts=sizes.drafts)
+
+
+@contextlib.contextmanager
+def _naming(implementation: str | None, what: str) -> Iterator[None]:
+    try:
+        yield
+    except NotImplementedError as reason:
+        raise NotImplementedError(
+            f"implementation={implementation!r} does not run {what}: {reason} Change what it names, or load the model "
+            "with implementation=None, which takes the reference for what a kernel does not carry."
+        ) from reason
 
 
 def drafted_tokens(lm: Any) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsa_jax.cache.requests import snapshots_of
-from dsa_jax.engine.demands import sizes_of
+from dsa_jax.engine.demands import require_kernels, sizes_of
 from dsa_jax.engine.pages import PagePool
 from dsa_jax.engine.prefix import Prefix, PrefixCache
 from dsa_jax.engine.programs import Slots
@@ -65,6 +65,7 @@ class Engine:
             memory_bytes=memory_bytes, prefill_bytes=prefill_bytes, prefill_shapes=prefill_shapes, decode_rows=decode_rows,
             steps=steps, drafts=drafts, max_rollback=max_rollback, snapshots=snapshots, boundary=boundary,
         )  # fmt: skip
+        require_kernels(model, s)
         cache = model.new_cache(max_batch, s.table_tokens, s.cache)
         self.page_tokens, self._table_width = cache.page_tokens, cache.block_table.shape[1]
         self._pool = PagePool(s.cache.pages)
