@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tolerances
 from engines import (
-    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run, small_engine,
+    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, ROWS, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run, small_engine,
     small_model,
 )  # fmt: skip
 from flax import nnx
@@ -24,7 +24,7 @@ from dsa_jax import bench_model, ops
 from dsa_jax.cache.requests import arrays_of, copy_pages, take_requests
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.config_v32 import V32Config
-from dsa_jax.decode import LanguageModel
+from dsa_jax.decode import ImageSpan, LanguageModel
 from dsa_jax.engine import Engine
 from dsa_jax.engine.demands import chunk_of_budget
 from dsa_jax.families import family_of
@@ -207,8 +207,15 @@ def test_ac_73_nothing_compiles_after_the_warm_up(least):
     """Steps of varied requests, greedy and sampled, with hits, copies, cancels and rollbacks: no further trace, and
     nothing is read from the device inside a burst."""
     engine = small_engine()
+    Sampling.of(1)  # what the caller compiles himself
     engine.warm_up()
-    lm = engine.model
+    lm, compiled = engine.model, []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    jax.jit(lambda x: x + least)(0)
+    assert compiled  # the listener hears of compilations
+    compiled.clear()
     warm, rng, steps, live = dict(lm.traces), np.random.default_rng(0), 0, []
     while steps < least:
         if len(live) < 5:
@@ -225,8 +232,24 @@ def test_ac_73_nothing_compiles_after_the_warm_up(least):
                 engine.rollback(live[0], 1)
             except ValueError:
                 pass
-    assert lm.traces == warm
+    assert not compiled and lm.traces == warm
     assert engine.stats.hits and engine.stats.copied_pages and engine.stats.evicted_prefixes
+
+
+@pytest.mark.parametrize("rows", [BATCH, pytest.param(2, marks=pytest.mark.slow)])
+def test_ac_73_a_burst_speaks_to_nobody(rows):
+    """All steps of a burst are one program, whose only results are the state and the tokens: it calls nothing on the host
+    and sends nothing out. (The engine also forbids transfers from the device while it starts one.)"""
+    engine = small_engine()
+    chosen = None if rows == BATCH else np.arange(rows, dtype=np.int32)
+    arguments = (engine.model.leaves, engine._slots, chosen, np.ones(rows, bool))
+    traced = engine.model.programs.decode.trace(*arguments, steps=STEPS, drafts=DRAFTS)
+    assert not traced.jaxpr.effects
+    state, tokens = traced.out_info
+    assert tokens.shape == (rows, STEPS * (1 + DRAFTS))
+    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, engine._slots)
+    program = traced.lower().as_text()
+    assert not [word for word in ("callback", "outfeed", "infeed", "send", "recv") if word in program]
 
 
 def test_ac_71_arrays_are_donated():
@@ -290,6 +313,43 @@ def test_sampled_answers_are_the_same_with_and_without_drafts():
             engine.add(prompt(6 + seed, seed), 12, Sampling.of(1, temperature=0.8, top_p=0.9, seed=seed), NO_STOP)
         answers.append(run(engine))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+def test_a_request_with_images_gets_in_a_batch_what_it_gets_alone():
+    """Embeddings in place of tokens, over two chunks, beside requests without and with other images: the tokens of the
+    request alone, which are the best ones after the whole sequence in one shot; other embeddings give other logits."""
+    lm, rng = small_model(), np.random.default_rng(0)
+    ids, width = lm.config.image_token_id, lm.config.hidden_size
+    spans = [ImageSpan(4, rng.standard_normal((7, width)).astype(np.float32)), ImageSpan(2, rng.standard_normal((3, width)).astype(np.float32))]
+    prompts = [prompt(14, 1), prompt(9, 2)]
+    for tokens, span in zip(prompts, spans, strict=True):
+        tokens[span.start : span.start + len(span.embeddings)] = [ids] * len(span.embeddings)
+
+    def serve(requests, **options):
+        engine = small_engine(**options)
+        for tokens, images in requests:
+            engine.add(tokens, 10, stop_ids=NO_STOP, images=images)
+        return run(engine)
+
+    both = [(prompts[0], [spans[0]]), (prompt(12, 3), []), (prompts[1], [spans[1]])]
+    together = serve(both)
+    for i, request in enumerate(both):
+        (alone,) = serve([request]).values()
+        assert together[i] == alone
+    for i, span in ((0, spans[0]), (2, spans[1])):
+        tokens = both[i][0] + together[i]
+        padded = np.zeros((1, ROWS), np.int32)
+        padded[0, : len(tokens)] = tokens
+        count = np.array([len(tokens)], np.int32)
+        logits = [
+            np.asarray(lm.forward(lm.new_cache(1, ROWS), padded, count, lm.image_rows([[each]], [0], ROWS))[0])[0]
+            for each in (span, ImageSpan(span.start, -span.embeddings))
+        ]
+        best = logits[0][len(both[i][0]) - 1 : len(tokens) - 1]
+        chosen = best[np.arange(10), together[i]]
+        assert np.all(best.max(-1) - chosen <= tolerances.of("model.arrival.f32"))
+        assert np.abs(logits[0] - logits[1])[: len(tokens)].max() > 0.1
 
 
 def test_a_stop_id_ends_its_request_alone():
