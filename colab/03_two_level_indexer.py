@@ -92,10 +92,10 @@ axes[2].plot(consumer, linewidth=0.7, color="black", label="score of a consumer"
 axes[2].scatter(filtered, consumer[filtered], s=14, color="tab:green", zorder=3, label="picked inside the candidates")
 lost = np.setdiff1d(full, filtered)
 axes[2].scatter(lost, consumer[lost], s=20, color="tab:red", marker="x", zorder=3, label="in the full top-k, but outside")
-axes[0].legend(fontsize=8)
-axes[2].legend(fontsize=8)
-axes[0].set_ylabel("score")
-axes[2].set_ylabel("score")
+for part in axes:
+    part.set_ylabel("score")
+for part in (axes[0], axes[2]):
+    part.legend(fontsize=8, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
 axes[2].set_xlabel("position");
 assert newest in chosen and inside[filtered].all()
 

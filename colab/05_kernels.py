@@ -32,6 +32,7 @@ import urllib.request
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 from pallas_kernels import aot, bench, platform
 
@@ -57,7 +58,7 @@ else:
 
 # %%
 if report is not None:
-    labels = [f"{k.target}: {k.shape}" for k in report.kernels]
+    labels = [f"{k.target}: {k.section.split(', ')[-1]}, {k.shape}" for k in report.kernels]
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.3 * len(labels) + 1.2), sharey=True, layout="constrained")
     left.barh(labels, [k.registers for k in report.kernels])
     left.set_xlabel("registers a thread, at entry")
@@ -98,24 +99,26 @@ folder = Path("../docs/measured")
 if folder.is_dir():
     files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 else:
-    address = "https://raw.githubusercontent.com/dsa-jax/dsa-jax/main/docs/measured/{}.json"
-    names = ("indexer_logits", "sparse_attention", "top_k")
-    files = [json.load(urllib.request.urlopen(address.format(name))) for name in names]
+    with urllib.request.urlopen("https://api.github.com/repos/dsa-jax/dsa-jax/contents/docs/measured") as listing:
+        files = [json.load(urllib.request.urlopen(entry["download_url"])) for entry in json.load(listing)]
 for measured in files:
     rows = [row for row in measured["rows"] if row["peer_us"]]
     labels = [row["shape"] for row in rows]
     figure, axes = plt.subplots(figsize=(9, 0.22 * len(rows) + 1.4), layout="constrained")
     places = range(len(rows))
-    axes.barh(places, [row["peer_us"] / row["us"] for row in rows])
+    axes.barh(places, [row["peer_us"] / row["us"] - 1 for row in rows], left=1, label="this kernel")
     floors = [(row["peer_us"] / row["floor_us"], place) for place, row in enumerate(rows) if row["floor_us"]]
     axes.scatter(*zip(*floors, strict=True), marker="|", color="black", label="floor")
     axes.axvline(1, color="tab:red", linewidth=0.8, label="best public kernel")
     axes.set_yticks(places, labels, fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_xlabel("times as fast as the best public kernel")
     axes.set_title(f"{measured['operation']}, {measured['card']}, {measured['date']}", fontsize=9)
-    axes.legend(fontsize=7)
+    figure.legend(loc="outside lower right", ncols=3, fontsize=7)
 
 # %% [markdown]
 # ## On this machine

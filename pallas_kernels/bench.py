@@ -164,18 +164,18 @@ def plot(rows: Iterable[Row], path: str) -> None:
     except ImportError as missing:
         raise RuntimeError("A plot needs matplotlib: pip install 'dsa-jax[colab]'.") from missing
     rows = list(rows)
-    figure, axes = plt.subplots(figsize=(9, 0.3 * len(rows) + 1.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(11, 0.3 * len(rows) + 1.5), layout="constrained")
     places = range(len(rows))
     axes.barh(places, [row.us for row in rows], color="tab:blue", label="kernel, L2 cold")
     axes.scatter([row.floor_us for row in rows], places, color="black", marker="|", s=80, label="floor")
     known = [(row.us_xla, place) for row, place in zip(rows, places) if row.us_xla is not None]
     if known:
         axes.scatter(*zip(*known), color="tab:red", marker="x", label="XLA")
-    axes.set_yticks(places, [row.shape for row in rows], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_yticks(places, [f"{row.section}: {row.shape}" for row in rows], fontsize=7)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel("microseconds")
-    axes.set_title(f"{rows[0].section} on {rows[0].device}" if rows else "no rows")
-    axes.legend()
+    axes.set_title(f"{rows[0].device}, jax {rows[0].jax}" if rows else "no rows")
+    figure.legend(loc="outside lower right", ncols=3, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
