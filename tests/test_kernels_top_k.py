@@ -414,10 +414,10 @@ def test_plans_spread_few_long_rows_over_blocks():
 
 
 @pytest.mark.skipif(aot.missing() is not None, reason=aot.missing() or "")
-def test_every_case_compiles_for_both_chips_without_spills():
-    report = aot.compile_report(operation="top_k")
-    assert not report.unsupported, report.unsupported
-    assert {k.target for k in report.kernels} == {"h200", "b200"}
+@pytest.mark.parametrize("target", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+def test_every_case_compiles_without_spills(target):
+    report = aot.compile_report((target,), "top_k")
+    assert report.kernels and not report.unsupported, report.unsupported
     for k in report.kernels:
         assert k.spill_stores == k.spill_loads == k.stack == 0, k
         assert k.smem <= SHARED_MEMORY

@@ -321,7 +321,7 @@ def config():
     )
 
 
-@pytest.mark.parametrize("mode", ["f32", "bf16"])
+@pytest.mark.parametrize("mode", ["f32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_attention_layers_in_prefill_and_decode(config, mode):
     golden, numerics = both("attention")[mode], MODULE_MODES[mode]
     roles = [layer_plan(config)[i] for i in PRESENT]
