@@ -123,8 +123,8 @@ def test_what_the_kernels_do_not_carry():
 
 
 def test_configurations_check_themselves():
-    with pytest.raises(ValueError, match="are 9 to 12"):
-        wide.TuningConfig(ring=8, score=160, apply=160, gather=32)
+    with pytest.raises(ValueError, match="are 11 or 12"):
+        wide.TuningConfig(ring=10, score=160, apply=160, gather=32)
     with pytest.raises(ValueError, match="multiples of 8"):
         wide.TuningConfig(ring=12, score=161, apply=160, gather=24)
     with pytest.raises(ValueError, match="have 512 registers together"):
@@ -151,7 +151,7 @@ def test_compiles_for_hopper():
     assert report.kernels and not report.unsupported, report.text()
     for kernel in report.kernels:
         wide_keys = "d576" in kernel.shape and not kernel.shape.startswith("h16")
-        assert kernel.spill_stores <= (12 if wide_keys else 0), report.text()
+        assert kernel.spill_stores <= (20 if wide_keys else 0), report.text()
         assert kernel.instructions["HGMMA"] >= 40 and kernel.instructions["LDGSTS"] >= 32, report.text()
 
 

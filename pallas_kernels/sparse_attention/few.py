@@ -51,7 +51,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale):
     }
     if tailed:
         refs["tail"] = tile((TILES, KEYS, KEYS))
-    refs |= scratch(ring_blocks(heads, width), small=0, users=1)
+    refs |= scratch(ring_blocks(heads, width), small=0, users=1, halves=False)
 
     def body(q_ref, *all_refs):
         *array_refs, out_ref, lse_ref = all_refs[: len(arrays) + 2]
@@ -81,8 +81,8 @@ def attend(q, kvs, lists, lengths, sink, *, scale):
                     ring.wait_early(position)
 
                     def scores(acc):
-                        for n in range(BLOCKS):
-                            if n == BLOCKS - ring.late:
+                        for n in (*ring.early, *ring.late):
+                            if n in ring.late[:1]:
                                 ring.wait_late(position)
                             columns = pl.ds(n * rows.BLOCK, rows.BLOCK)
                             plgpu.wgmma(acc, ring.block(position, n), at["q"].at[:, columns].T)

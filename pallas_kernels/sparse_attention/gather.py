@@ -131,7 +131,7 @@ def look_up(list_refs, limits, which, base, count):
     return load(which, base, count, *list_refs)
 
 
-def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, columns: range):
+def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, columns: tuple[int, ...]):
     """Starts copying the rows at `places` (of `look_up`) of ``source_refs[which]`` to a tile, by a warpgroup.
 
     ring_ref: bf16 [R, 64, 128] with the transforms TILE, of which the tile has the four blocks from `block` on, the

@@ -1,8 +1,9 @@
 """The ring of gathered tiles that both Hopper kernels of sparse attention read, and the warpgroup that fills it.
 
 A tile is 64 rows, in blocks of 128 columns; the columns behind the first 512 have a place of their own, the tail. Three
-tiles are begun at a time. Where shared memory does not hold three, the last blocks of a tile are late: they take the
-place of the tile before the last, and so are copied when that was used.
+tiles are begun at a time. A tile is copied in up to two parts, early and late blocks, as there is room for them: where
+shared memory does not hold three tiles, the last blocks take the place of the tile before the last. Warpgroups that use a
+tile may free the first half of it ahead of the rest.
 """
 
 import dataclasses
@@ -26,21 +27,21 @@ BLOCK_BYTES = 2 * KEYS * rows.BLOCK
 tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=rows.TILE)
 
 
-def check_blocks(blocks: int) -> None:
-    """Raises ValueError unless a ring has so many blocks."""
-    if not (TILES - 1) * BLOCKS < blocks <= TILES * BLOCKS:
-        raise ValueError(f"ring={blocks}; {TILES} tiles of {BLOCKS} blocks, the last cut short, are 9 to 12.")
+FIRST_HALF = (0, 2)  # the blocks of a tile that a kernel frees first, if it frees halves
 
 
-def scratch(blocks: int, small: int, users: int) -> dict[str, Any]:
+def scratch(blocks: int, small: int, users: int, *, halves: bool) -> dict[str, Any]:
     """What a kernel allocates for a ring of so many blocks and `users` warpgroups that use a tile, last.
 
+    halves: whether they free the first half of a tile ahead of the rest; takes 11 or 12 blocks.
     small: rows of 64 float32 that the kernel has for itself in "small", behind a bias for the keys of every tile and in
     front of the barriers of the copies. In one piece, as every piece is rounded up and there may be nothing left.
     """
     found = {}
     if mosaic.is_interpreted():
-        found["full"] = plgpu.Barrier(num_barriers=TILES if blocks == TILES * BLOCKS else 2 * TILES)
+        found["full"] = plgpu.Barrier(num_barriers=2 * TILES if halves or blocks < TILES * BLOCKS else TILES)
+    if halves:
+        found["half_empty"] = plgpu.Barrier(num_arrivals=users, num_barriers=TILES)
     return found | {
         "ring": tile((blocks, KEYS, rows.BLOCK)),
         "small": plgpu.SMEM((TILES + small + 1, KEYS), jnp.float32),
@@ -68,9 +69,38 @@ class Ring:
         return self.refs["ring"].shape[0]
 
     @property
-    def late(self) -> int:
-        """Blocks of a tile that only find room when the tile before the last was used."""
+    def halves(self) -> bool:
+        """Whether the first half of a tile is freed ahead of the rest."""
+        return "half_empty" in self.refs
+
+    @property
+    def short(self) -> int:
+        """Blocks of a tile that take the place of the tile before the last, for want of room for three."""
         return TILES * BLOCKS - self.blocks
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """Blocks of a tile that are copied, and to be waited for, behind the others."""
+        if self.short:
+            return tuple(range(BLOCKS - self.short, BLOCKS))
+        return tuple(n for n in range(BLOCKS) if n not in FIRST_HALF) if self.halves else ()
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        return tuple(n for n in range(BLOCKS) if n not in self.late)
+
+    @property
+    def _before_early(self) -> tuple[tuple[str, int], ...]:
+        """What a tile's early blocks take the place of: the barrier of it, and how many tiles ago that was."""
+        if self.short:
+            return (("empty", TILES),) if self.halves else ()  # or waited for with the late blocks before
+        return (("half_empty" if self.halves else "empty", TILES),)
+
+    @property
+    def _before_late(self) -> tuple[tuple[str, int], ...]:
+        if self.short:
+            return (("half_empty" if self.halves else "empty", TILES - 1),)
+        return (("empty", TILES),) if self.halves else ()
 
     @property
     def full(self):
@@ -81,7 +111,7 @@ class Ring:
     def block(self, position, n):
         """Block n of a tile: [64, 128]."""
         place = lax.rem(position * BLOCKS, self.blocks) + n
-        if self.late:
+        if self.short:
             place = jnp.where(place < self.blocks, place, place - self.blocks)
         return self.refs["ring"].at[place]
 
@@ -106,13 +136,19 @@ class Ring:
 
     def wait_used(self, position):
         """Until a tile was used; nothing before the first tile."""
+        self._wait_free("empty", position)
 
+    def _wait_free(self, name, position):
         @pl.when(position >= 0)
         def _():
-            plgpu.barrier_wait(self.refs["empty"].at[lax.rem(position, TILES)])
+            plgpu.barrier_wait(self.refs[name].at[lax.rem(position, TILES)])
+
+    def release_half(self, position):
+        """By each warpgroup that uses a tile, if halves are freed: the first half."""
+        plgpu.barrier_arrive(self.refs["half_empty"].at[lax.rem(position, TILES)])
 
     def release(self, position):
-        """By each warpgroup that uses a tile."""
+        """By each warpgroup that uses a tile: all of it, or the second half."""
         plgpu.barrier_arrive(self.refs["empty"].at[lax.rem(position, TILES)])
 
     def visible(self, token):
@@ -157,8 +193,9 @@ class Ring:
             return lax.fori_loop(0, self.count(token), tile, (places, which, position))[2]
 
         position = lax.fori_loop(0, items, item, jnp.int32(0))
-        seen = jnp.maximum(position - (TILES - 1 if self.late else TILES), 0)
-        lax.fori_loop(seen, position, lambda i, _: self.wait_used(i), None)  # so that no arrival is left unseen
+        for name, back in self._before_early + self._before_late:  # so that no arrival is left unseen
+            seen = jnp.maximum(position - back, 0)
+            lax.fori_loop(seen, position, lambda i, _: self._wait_free(name, i), None)
 
     def _look_up(self, which, base, count):
         return rows.look_up(self.lists, [source.shape[0] for source in self.sources[1:]], which, base, count)
@@ -169,14 +206,15 @@ class Ring:
         copy = functools.partial(
             rows.gather, ring, source_refs=self.sources, which=which, places=places, block=first
         )
-        early = BLOCKS - self.late
-        if not self.late:
-            self.wait_used(position - TILES)
-        copy(tail_ref=self.tail(position) if self.tailed else None, bias_ref=self.bias(position), columns=range(early))
+        for name, back in self._before_early:
+            self._wait_free(name, position - back)
+        tail = self.tail(position) if self.tailed else None
+        copy(tail_ref=tail, bias_ref=self.bias(position), columns=self.early)
         self.full.arrive(slot)
         if self.late:
-            self.wait_used(position - TILES + 1)
-            copy(tail_ref=None, bias_ref=None, columns=range(early, BLOCKS))
+            for name, back in self._before_late:
+                self._wait_free(name, position - back)
+            copy(tail_ref=None, bias_ref=None, columns=self.late)
             self.full.arrive(slot + TILES)
         return position + 1
 

@@ -4,8 +4,9 @@ A thread block takes 64 heads of a query row at a time. The scoring warpgroup ho
 leaves shared memory for three tiles of 64 gathered rows, keys and values in one; it keeps the running maximum, writes
 the probabilities behind the values of their tile (over the keys' last 64 columns where those are not values) and hands
 the shrinking of older sums to the two summing warpgroups, each of which has half of the values' columns. The tensor
-cores alternate: the sums of tile j wait until tile j + 1 is scored, and hide its softmax. Queries come through the ring
-of tiles like rows, so that one thread block's items follow each other without a gap.
+cores alternate: the sums of tile j wait until tile j + 1 is scored, and hide its softmax. A summing warpgroup frees the
+first of its two blocks of a tile while the second is summed, so that the next rows are on their way earlier. Queries come
+through the ring of tiles like rows, so that one thread block's items follow each other without a gap.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention import gather as rows
 from pallas_kernels.sparse_attention.online_softmax import START
-from pallas_kernels.sparse_attention.ring import BLOCKS, KEYS, TILES, VALUES, Launch, check_blocks, scratch, start, tile
+from pallas_kernels.sparse_attention.ring import BLOCKS, KEYS, TILES, VALUES, Launch, scratch, start, tile
 
 HEADS = 64  # of a thread block: rows of a wgmma
 _HELD = 3  # blocks of the queries in registers
@@ -44,7 +45,8 @@ class TuningConfig:
     gather: int
 
     def __post_init__(self):
-        check_blocks(self.ring)
+        if self.ring not in (11, 12):
+            raise ValueError(f"ring={self.ring}; three tiles of 4 blocks, the last of which may lack one, are 11 or 12.")
         if any(n % 8 or not 24 <= n <= 232 for n in (self.score, self.apply, self.gather)):
             raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 232.")
         if self.score + 2 * self.apply + self.gather > 512:
@@ -83,7 +85,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         "final": plgpu.Barrier(),
         "started": plgpu.Barrier(num_arrivals=4),
     }
-    refs |= scratch(config.ring, small=TILES, users=2)
+    refs |= scratch(config.ring, small=TILES, users=2, halves=True)
     if interpreted:  # whose wgmma takes no operand in registers
         refs["q"] = tile((_HELD, HEADS, rows.BLOCK))
 
@@ -141,6 +143,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                     at["rest"][:, pl.ds((BLOCKS - _HELD) * rows.BLOCK, KEYS)] = part
                 plgpu.commit_smem()
                 for _ in range(2):  # in place of the summing warpgroups, which do not see queries
+                    ring.release_half(position)
                     ring.release(position)
                 return q
 
@@ -153,12 +156,12 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                     ring.wait_early(position)
 
                     def products(acc):
-                        for n in range(BLOCKS):
-                            if n == BLOCKS - ring.late:
+                        for n in (*ring.early, *ring.late):
+                            if n in ring.late[:1]:
+                                if tailed:
+                                    rest = at["rest"].at[:, pl.ds((BLOCKS - _HELD) * rows.BLOCK, KEYS)]
+                                    plgpu.wgmma(acc, rest, ring.tail(position).T)
                                 ring.wait_late(position)
-                            if n == _HELD and tailed:
-                                rest = at["rest"].at[:, pl.ds((BLOCKS - _HELD) * rows.BLOCK, KEYS)]
-                                plgpu.wgmma(acc, rest, ring.tail(position).T)
                             rest = at["rest"].at[:, pl.ds((n - _HELD) * rows.BLOCK, rows.BLOCK)]
                             plgpu.wgmma(acc, q[n] if n < _HELD else rest, ring.block(position, n).T)
                         return acc[...]
@@ -219,6 +222,11 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                     def products(*accs):
                         for acc, n in zip(accs, own):
                             plgpu.wgmma(acc, probabilities(position), ring.block(position, n))
+                        plgpu.wgmma_wait(1)  # the first is done
+
+                        @pl.when(j < last)
+                        def _():
+                            ring.release_half(position)
 
                     accs = mosaic.accumulate(products, accs)
 
@@ -243,6 +251,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                     to = out_ref.at[pl.ds(token * heads + head, used), pl.ds(n * rows.BLOCK, rows.BLOCK)]
                     plgpu.copy_smem_to_gmem(ring.block(final, n).at[pl.ds(0, used)], to)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                ring.release_half(final)
                 ring.release(final)
                 return position
 
