@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator
 
 import pallas_kernels as pk
 from dsa_jax import plots
@@ -186,8 +187,9 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for mode in ("f32q", "bf16"):
     axes.plot([relative(taps[mode][name], taps["f32"][name]) for name in names], marker="o", label=f"{mode} against f32")
 axes.set_yscale("log")
+axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
 axes.yaxis.set_major_formatter("{x:g}")
-axes.yaxis.set_minor_formatter("{x:g}")
+axes.yaxis.set_minor_formatter("")
 axes.set_xticks(range(len(names)))
 axes.set_xlabel("layer")
 axes.set_ylabel("relative distance")

@@ -55,19 +55,21 @@ def _arc(axes, source: int | None, place: int, side: int) -> None:
 
 
 def errors(values: Mapping[str, np.ndarray], title: str, xlabel: str = "absolute error"):
-    """Histograms of error sizes on one logarithmic axis, one line a name. Returns the matplotlib Figure."""
+    """Histograms of error sizes, one line a name, on logarithmic axes: few large errors are seen. Returns the Figure."""
     plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 3.7), layout="constrained")
     edges = np.logspace(np.log10(_SMALLEST), 1, 61)
     for name, value in values.items():
         sizes = np.abs(np.asarray(value, np.float64)).ravel()
         count, _ = np.histogram(np.clip(sizes, _SMALLEST, 9.9), edges)
         axes.stairs(count / max(1, len(sizes)), edges, label=f"{name} (largest {sizes.max(initial=0):.1e})")
     axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(0.5 / max([1, *(np.size(value) for value in values.values())]), 2)
     axes.set_xlabel(f"{xlabel} ({_SMALLEST:g} stands for none)")
     axes.set_ylabel("share of elements")
     axes.set_title(title)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     return figure
 
 
