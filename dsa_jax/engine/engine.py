@@ -358,13 +358,12 @@ class Engine:
 
     def _start_burst(self) -> Burst | None:
         """Starts a burst of all requests whose prompt is processed."""
-        running = [r for r in self._rows if r is not None and r.state == "decode"]
+        placed = [r if r is not None and r.state == "decode" else None for r in self._rows]
+        running = [r for r in placed if r is not None]
         if not running:
             return None
         size = next(n for n in self.sizes.decode_rows if n >= len(running))
-        padded = running + [None] * (size - len(running))
-        if size == self.sizes.max_batch:  # all rows, each at its own place
-            padded = [r if r in running else None for r in self._rows]
+        padded = placed if size == self.sizes.max_batch else running + [None] * (size - len(running))
         with jax.transfer_guard_device_to_host("disallow"):
             return Burst(padded, self._run_decode(padded))
 

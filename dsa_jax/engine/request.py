@@ -14,7 +14,7 @@ from dsa_jax.sampling import Sampling
 STOP_IDS = 8  # how many a request may have
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One request. tokens: prompt, then what was generated. fed: how many of them the cache holds, and most_fed the
     most that it ever held. sampling: as `on_host` gives it. slot: its row of the engine's arrays, and page_ids: its pages,
