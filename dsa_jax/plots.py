@@ -76,10 +76,11 @@ def errors(values: Mapping[str, np.ndarray], title: str, xlabel: str = "absolute
 def verdicts(rows: Sequence[Any], title: str):
     """The compared tensors of `dsa_jax.golden` against what is allowed: one mark a tensor. Returns the Figure.
 
-    A mark right of 1 is a failure. Measures where more is better (overlaps) are drawn as allowed / found.
+    A mark right of 1 is a failure. Measures where more is better (overlaps) are drawn as allowed / found; a difference where
+    none is allowed, and a tensor that is not there, at 10.
     """
     plt = _pyplot()
-    drawn = [row for row in rows if row.value is not None and row.limit]
+    drawn = [row for row in rows if row.ok is False or None not in (row.value, row.limit)]
     kinds = list(dict.fromkeys(row.name.rpartition(".")[2] for row in drawn))
     figure, axes = plt.subplots(figsize=(7, 0.28 * len(kinds) + 1.6), layout="constrained")
     for ok, colour, label in ((True, "tab:green", "within"), (False, "tab:red", "outside"), (None, "tab:gray", "not judged")):
@@ -91,14 +92,16 @@ def verdicts(rows: Sequence[Any], title: str):
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log")
     axes.set_yticks(range(len(kinds)), kinds, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel("found / allowed")
+    axes.set_ylim(len(kinds) - 0.5, -0.5)
+    axes.set_xlabel(f"found / allowed ({_SMALLEST:g} stands for none)")
     axes.set_title(title)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside lower right", ncols=3, fontsize=8)
     return figure
 
 
 def _against_limit(row: Any) -> float:
+    if row.value is None or not row.limit:
+        return 0.0 if row.value == 0 else 10.0
     more_is_better = row.measure in ("list overlap", "rows agreeing")
     return row.limit / max(row.value, _SMALLEST) if more_is_better else row.value / row.limit
 
