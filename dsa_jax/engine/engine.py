@@ -115,7 +115,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Admits what fits, processes one chunk of prompts and one burst of decode steps; returns what happened.
 
-        On return the next burst may be under way, where nothing has to be decided before it: see `_can_run_ahead`.
+        On return the next burst may be under way: where no prompt and no queued request could be served before it, and the
+        engine was made without max_rollback.
         """
         events = self._admit()
         self._prefill()
