@@ -230,15 +230,23 @@ def assembly(text, constraints, operands, result=None):
         return Value(np.maximum(*(x.data.view(np.uint16) for x in operands)).view(np.uint32), "i32")
     if text.startswith("ex2"):
         return Value(np.exp2(operands[0].data), "f32")
+    if "elect.sync" in text:
+        _bulk(text, operands)
+        return None
+    if "expect_tx" in text or text.startswith("prefetch"):
+        return None
     operands = operands if result is None else [None, *operands]  # as the text counts them
     if found := re.search(r"setp\.(lt|eq|ne)\.[us]32 p, \$(\d), (\d+);", text):
         compare = {"lt": np.less, "eq": np.equal, "ne": np.not_equal}[found[1]]
         guard = compare(operands[int(found[2])].data, int(found[3]))
+    if "bra done" in text:
+        guard = ~guard
+        text = text.replace("st.shared.v4.b32", "@p st.shared.v4.b32")
     if "vote.sync.ballot" in text:
         any_in_warp = guard.reshape(4, 32).any(1).repeat(32)
         return Value(any_in_warp.astype(np.uint32), "i32")
     done = False
-    names = r"cp\.async\.c[ag]\.shared\.global|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32"
+    names = r"cp\.async\.\S+|st\.shared\.v4\.b32|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32"
     pattern = rf"(@p )?({names}) \[\$0\+?(\d*)\]([^;]*);"
     for found in re.finditer(pattern, text):
         done = True
@@ -248,13 +256,10 @@ def assembly(text, constraints, operands, result=None):
         if name.startswith("cp.async"):
             offset, size = re.search(r"\[\$1\+?(\d*)\], (\d+)", found[4]).groups()
             source, size = operands[1].data.astype(np.int64) + int(offset or 0), int(size)
-            there = operands[2].data
-            assert np.isin(there, (0, size)).all()
-            loaded = mask & (there > 0)
-            data = np.zeros((LANES, size), np.uint8)
-            if loaded.any():
-                data[loaded] = read(source[loaded], size)
-            write(to, data, mask)
+            if mask.any():
+                write(to[mask], read(source[mask], size))
+        elif name.startswith("st.shared.v4.b32"):
+            write(to, np.zeros((LANES, 16), np.uint8), mask)
         elif name.startswith("stmatrix"):
             _store_matrices(to, operands[1:])
         elif name.startswith("red"):
@@ -267,6 +272,20 @@ def assembly(text, constraints, operands, result=None):
             write(to, np.concatenate([_to_bytes(v) for v in operands[1:3]], axis=1), mask)
     assert done, f"the emulator does not know: {text}"
     return None
+
+
+def _bulk(text, operands):
+    """A piece of memory copied to shared memory, or to L2, for each warp whose address is not 0."""
+    size = int(re.search(r"\[s\], (\d+)", text)[1])
+    low, high = (word.data.astype(np.int64) for word in operands[-2:])
+    for warp in range(4):
+        lane = 32 * warp
+        source = low[lane] | high[lane] << 32
+        if source:
+            for at in range(0, size, 16):
+                found = read(np.array([source + at]), 16)
+                if "prefetch" not in text:
+                    write(operands[0].data[lane : lane + 1].astype(np.int64) + at, found)
 
 
 def _store_matrices(to, words):
@@ -311,7 +330,9 @@ def _stand_ins():
         shli=_binary(np.left_shift), shrui=_binary(np.right_shift), shrsi=_binary(np.right_shift, signed=True),
         minsi=_binary(np.minimum, signed=True), maxsi=_binary(np.maximum, signed=True),
         addf=_floats(np.add), subf=_floats(np.subtract), mulf=_floats(np.multiply), maximumf=_floats(np.maximum),
+        CmpFPredicate=new(OGT="ogt"),
         cmpi=_compare, select=_select, truncf=_truncate,
+        cmpf=lambda predicate, a, b: Value({"ogt": np.greater}[predicate](a.data, b.data), "i1"),
         extui=lambda kind, x: Value(x.data.astype(_NUMPY[kind]), kind),
         trunci=lambda kind, x: Value(x.data.astype(_NUMPY[kind]), kind),
     )  # fmt: skip

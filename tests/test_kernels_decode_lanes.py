@@ -1,5 +1,7 @@
 """The lane code of the Hopper decode kernel, run lane by lane in NumPy: bytes to operands, softmax, output."""
 
+import types
+
 import jax.numpy as jnp
 import lane_emulator as emulator
 import ml_dtypes
@@ -66,7 +68,9 @@ def staged_block(name, rng):
     raw = Memory(np.full(64 * layout.stride, 0xAA, np.uint8))
     bias = Memory(np.full(64, np.nan, np.float32))
     with np.errstate(over="ignore"):
-        rows.copy(raw, bias, Memory(pages), places, layout, PAGE_SIZE)
+        barriers = types.SimpleNamespace(ref=Memory(np.zeros(4, np.int32)))
+        rows.fetch_ahead(Memory(pages), places, layout, PAGE_SIZE)
+        rows.copy(raw, bias, Memory(pages), places, barriers, emulator.value(1), layout, PAGE_SIZE)
     none = slots < 0
     np.testing.assert_array_equal(bias.array, np.where(none, -np.inf, 0))
     found = raw.array.reshape(64, -1)[:, : stored.shape[1]]
@@ -83,20 +87,26 @@ def staged_block(name, rng):
     return layout, np.where(none[:, None], 0, values[slots]), (raw, scale, odd)
 
 
+def keys(memory, chunk, reading):
+    words = rows.load_keys(*memory[:2], chunk, reading)
+    return wgmma_array(rows.key_fragment(words, chunk, reading).registers, (64, 64))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_ac_69_stored_bytes_become_operands(name):
     """Keys and values of a block, exactly as the format decodes, whatever the codes and scales."""
     with emulator.emulated(rows):
         layout, values, memory = staged_block(name, np.random.default_rng(5))
-        other = rows.staged(V41NVFP4() if name != "v41_nvfp4" else V41MXFP8())
+        reading = rows.Reading(layout, general="any" in name)
+        assert reading in rows.readings((layout,))
         width = values.shape[1]
         for chunk in range(width // 64):
-            found = rows.key_fragment(*memory, emulator.value(0), chunk, (layout,))
-            found = wgmma_array(found.registers, (64, 64))
+            found = keys(memory, chunk, reading)
             np.testing.assert_array_equal(found, np.asarray(rows.key_order(values[:, 64 * chunk : 64 * chunk + 64])))
         for part, half in np.ndindex(4, 2):
-            with_other = (layout, other) if part == 1 and layout.format.width == 512 else (layout,)
-            found = rows.value_fragment(*memory, emulator.value(0), emulator.value(part), half, with_other)
+            at = emulator.value(part)
+            words = rows.load_values(*memory[:2], at, half, reading, may_be_tail=part == 3)
+            found = rows.value_fragment(words, at, half, reading, may_be_tail=part == 3)
             found = wgmma_array(found.registers, (128, 32))
             block = values[32 * half : 32 * half + 32, 128 * part : 128 * part + 128]
             np.testing.assert_array_equal(found, rows.value_order(block.T))
@@ -116,8 +126,7 @@ def test_ac_69_a_nan_code_makes_its_row_nan(name):
         for row, value in ((5, 0), (9, 70), (62, 447)):
             raw.array.reshape(64, -1)[row, value] = 0x7F | (row % 2) << 7
         for chunk in range(layout.quantised // 64):
-            found = rows.key_fragment(raw, scale, odd, emulator.value(0), chunk, (layout,))
-            found = wgmma_array(found.registers, (64, 64))
+            found = keys((raw, scale), chunk, rows.Reading(layout, general="any" in name))
             spoilt = [row for row, value in ((5, 0), (9, 70), (62, 447)) if value // 64 == chunk]
             np.testing.assert_array_equal(np.isnan(found).any(1), np.isin(np.arange(64), spoilt))
             expected = np.asarray(rows.key_order(values[:, 64 * chunk : 64 * chunk + 64]))
@@ -149,20 +158,24 @@ def test_queries_are_laid_out_for_the_tensor_cores(heads, width):
     with emulator.emulated(rows, lanes):
         q_s = Memory(np.zeros((heads, width), BF16))
         for wg in range(2):
-            lanes.load_queries(Memory(q), q_s, emulator.value(heads), emulator.value(wg))
+            lanes.load_queries(Memory(q), q_s, emulator.value(heads), emulator.value(wg), 2)
     expected = tile(np.asarray(rows.key_order(q[heads:])), 128)
     np.testing.assert_array_equal(q_s.array.reshape(-1), expected.reshape(-1))
 
 
 @pytest.mark.parametrize("heads", [8, 24, 40, 64])
 def test_softmax_over_tokens(heads):
-    """Two turns of two warpgroups: maxima, sums and probabilities of every head; a row in the second segment."""
+    """Three turns of two warpgroups: what scores are taken against, sums and probabilities of every head.
+
+    In the second turn no maximum is far enough above the first's to be followed, in the third some are.
+    """
     rng = np.random.default_rng(7)
-    scores = rng.standard_normal((2, 2, 64, heads)).astype(np.float32) * 30
+    scores = rng.standard_normal((3, 2, 64, heads)).astype(np.float32) * 30
     scores[0, 1, :, 3] = -np.inf
+    scores[1] = np.minimum(scores[1], scores[0].max((0, 1)) + 8)
     number = emulator.value
     with emulator.emulated(rows, lanes):
-        high_s = Memory(np.zeros((3, heads), np.int32))
+        high_s = Memory(np.zeros((6, heads), np.int32))
         sums_s = Memory(np.full((8, heads), np.nan, np.float32))
         p_s = Memory(np.zeros((2, heads, 32), BF16))
         maxima = lanes.Maxima(high_s)
@@ -170,14 +183,17 @@ def test_softmax_over_tokens(heads):
         maxima.reset(number(turn))
         zero = emulator.Vector([number(0.0, "f32")] * 2)
         sums = [lanes._lane_sums(zero) for _ in range(2)]
-        for t in range(2):
+        high = np.full(heads, -1e30, np.float32)
+        for t in range(3):
             for wg in range(2):
                 maxima.offer(wgmma_registers(scores[t, wg]), number(turn + t), number(wg))
+            before, most = high, scores[t].max((0, 1))
+            high = np.where(most > before + 8, most, before)
             for wg in range(2):
-                before, now = (per_head(x, heads) for x in maxima.read(number(turn + t)))
-                high = scores[: t + 1].max((0, 1, 2))
-                np.testing.assert_array_equal(now, high)
-                np.testing.assert_array_equal(before, scores[0].max((0, 1)) if t else np.float32(-1e30))
+                np.testing.assert_array_equal(per_head(maxima.before(number(turn + t)), heads), before)
+                np.testing.assert_array_equal(per_head(maxima.read(number(turn + t)), heads), high)
+                moved = np.asarray(maxima.moved(number(turn + t)).registers.item().data)
+                assert (moved == (t != 1)).all()
                 p = np.exp2(scores[t, wg] - high)
                 sums[wg] = maxima.add(sums[wg], wgmma_registers(p), number(turn + t))
                 lanes.write_probabilities(p_s, wgmma_registers(p))
@@ -186,6 +202,7 @@ def test_softmax_over_tokens(heads):
             maxima.pass_on(number(turn + t))
         for wg in range(2):
             lanes.offer_sums(sums[wg], sums_s, number(wg))
+    assert (before != high).any() and (before == high).any() or heads == 8
     total = np.exp2(scores.astype(np.float64) - high).sum((0, 1, 2))
     np.testing.assert_allclose(sums_s.array.sum(0), total, rtol=1e-5)
 

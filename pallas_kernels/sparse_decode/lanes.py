@@ -7,6 +7,8 @@ as integers of the same order; sums stay apart until the very end and are added 
 in plain Pallas.
 """
 
+import functools
+
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -26,15 +28,15 @@ PER_HEAD = WGMMA.reduce(0)
 PER_TOKEN = WGMMA.reduce(1)
 LANE_SUMS = plgpu.Layout.WG_STRIDED((256,), vec_size=2)
 TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-MATH = 2  # warpgroups that do arithmetic
 VALUES = 512
+_LAG = 8.0  # powers of two
 _LANE_BITS = (16, 8, 4)  # of lanes that have the same heads
 
 
-def load_queries(q_ref, q_s, first, wg):
+def load_queries(q_ref, q_s, first, wg, warpgroups: int):
     """Rows first .. of q_ref (bf16 [rows, width], device memory) to q_s [heads, width] (TILE), columns in `key_order`.
 
-    By both math warpgroups, each a part; a barrier has to follow.
+    By `warpgroups` warpgroups, each a part; a barrier has to follow.
     """
     heads, width = q_s.shape
 
@@ -52,15 +54,22 @@ def load_queries(q_ref, q_s, first, wg):
         source = utils.getelementptr(mosaic.global_pointer(q_ref), [start], i8)
         to = utils.memref_ptr(q_s)
         pieces = width // 16
-        for k in range(-(-heads * pieces // (128 * MATH))):
-            piece = arith.addi(thread, i32(128 * MATH * k))
-            if (k + 1) * 128 * MATH > heads * pieces:
+        threads = 128 * warpgroups
+        count = -(-heads * pieces // threads)
+
+        def fetch(k):
+            piece = arith.addi(thread, i32(threads * k))
+            if (k + 1) * threads > heads * pieces:
                 piece = arith.minsi(piece, i32(heads * pieces - 1))  # some pieces are written twice
             words = []
             for part in range(2):
                 at = arith.addi(arith.muli(piece, i32(32)), i32(16 * part))
                 loaded = llvm.load(four, utils.getelementptr(source, [at], i8), alignment=16)
                 words += [vector.extract(loaded, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
+            return piece, words
+
+        fetched = [fetch(k) for k in range(count)]  # all before the first is needed: one trip to memory
+        for piece, words in fetched:
             row, column = arith.divui(piece, i32(pieces)), arith.remui(piece, i32(pieces))
             within = arith.remui(row, i32(8))
             at = arith.addi(arith.muli(arith.divui(row, i32(8)), i32(width // 64 * 1024)), arith.muli(within, i32(128)))
@@ -74,21 +83,51 @@ def load_queries(q_ref, q_s, first, wg):
     load(q_ref, q_s, first, wg)
 
 
-class Maxima:
-    """The running maximum of every head in shared memory, in three copies, which take turns.
+def scores(products, factor, bias_ref):
+    """products [64 tokens, heads] times `factor` (float32 scalar) plus bias_ref (float32 [64])."""
 
-    A turn: `offer` by both warpgroups, a barrier, `read` by both and `pass_on` by one, another barrier. In turn t copy
-    t % 3 becomes this turn's maximum, the one before is the last turn's, and the one after is made ready.
+    def twin(products, factor, bias_ref):
+        bias = plgpu.load(bias_ref, layout=PER_TOKEN)
+        return products * factor + lax.broadcast_in_dim(bias, products.shape, [0])
+
+    @mosaic.lane_code(
+        arg_types=(WGMMA, SCALAR, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(products.shape, jnp.float32, layout=WGMMA),
+        twin=twin,
+    )
+    def multiply_add(_, products, factor, bias_ref):
+        f32, factor = ir.F32Type.get(), mosaic.scalar(factor)
+        lane = arith.remui(rows.own_thread(), i32(32))
+        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
+        token = arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
+        biases, tokens = utils.memref_ptr(bias_ref), [token, arith.addi(token, i32(8))]
+        bias = [llvm.load(f32, utils.getelementptr(biases, [at], f32)) for at in tokens]
+        registers = np.empty(products.registers.size, dtype=object)
+        for i, register in enumerate(products.registers.flat):  # of eight heads, first the upper tokens, then the lower
+            found = [llvm.intr_fma(x, factor, bias[i % 2]) for x in _elements(register)]
+            registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), found)
+        return rows.fragment(registers, products.shape)
+
+    return multiply_add(products, factor, bias_ref)
+
+
+class Maxima:
+    """What the scores of every head are taken against: their running maximum, or a little less.
+
+    It only follows the maximum once that is more than `_LAG` above: probabilities stay under 2^_LAG, and sums are
+    rarely to be brought to another maximum. A turn: `offer` by every warpgroup, a barrier, `moved`, `read` by every one
+    and `pass_on` by one, another barrier. In shared memory, in three copies which take turns, the maxima offered (which
+    start at what held before) and what held before a turn. In turn t copies t % 3 count, and t + 1's are made ready.
     """
 
     def __init__(self, ref):
         self.ref, self.heads = ref, ref.shape[1]
 
     @staticmethod
-    def scratch(heads: int):
-        if mosaic.is_interpreted():  # maxima before a turn in three copies, and what both warpgroups offer
-            return plgpu.SMEM((3 + MATH, heads), jnp.float32)
-        return plgpu.SMEM((3, heads), jnp.int32)
+    def scratch(heads: int, warpgroups: int):
+        if mosaic.is_interpreted():  # what held before a turn in three copies, and what each warpgroup offers
+            return plgpu.SMEM((3 + warpgroups, heads), jnp.float32)
+        return plgpu.SMEM((6, heads), jnp.int32)
 
     def reset(self, turn):
         """Forgets all maxima before `turn`, which must not be the one after another; by one warpgroup."""
@@ -99,10 +138,9 @@ class Maxima:
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def reset(_, ref, turn):
             head = arith.remui(rows.own_thread(), i32(self.heads))
-            start = _key(utils.c(START, ir.F32Type.get()))
-            for copy in (0, 2):
-                at = arith.addi(head, self._copy(turn, copy))
-                llvm.store(start, utils.getelementptr(utils.memref_ptr(ref), [at], i32_type()))
+            start = utils.c(START, ir.F32Type.get())
+            at = arith.addi(head, self._copy(turn, 0))
+            self._set(ref, at, start)
 
         reset(self.ref, turn)
 
@@ -125,44 +163,73 @@ class Maxima:
 
         offer(self.ref, scores, turn, wg)
 
-    def read(self, turn):
-        """The maxima of every head [heads] before this turn and with it."""
+    def moved(self, turn):
+        """Whether what holds changes in this turn for one of the heads: 0 or 1, the same for all threads."""
 
         def twin(ref, turn):
-            before = ref[lax.rem(turn, 3)]
-            return before, jnp.maximum(before, jnp.maximum(ref[3], ref[4]))
+            before, now = self._twin(ref, turn)
+            return jnp.any(before != now).astype(jnp.int32)
 
         @mosaic.lane_code(
             arg_types=(plgpu.RefType(), SCALAR),
-            return_type=(plgpu.ShapeDtypeStruct((self.heads,), jnp.float32, layout=PER_HEAD),) * 2,
+            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
             twin=twin,
         )
+        def moved(_, ref, turn):
+            lane = arith.remui(rows.own_thread(), i32(32))
+            head = arith.remui(arith.muli(lane, i32(2)), i32(self.heads))
+            before, now = self._before_and_now(ref, turn, head)
+            pairs = [[llvm.bitcast(i32_type(), x) for x in two] for two in zip(before, now)]
+            changed = arith.ori(*[arith.cmpi(arith.CmpIPredicate.ne, *two) for two in pairs])
+            changed = arith.extui(i32_type(), changed)
+            text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+            found = asm(text, "=r,r", [changed], i32_type())
+            found = arith.extui(i32_type(), arith.cmpi(arith.CmpIPredicate.ne, found, i32(0)))
+            register = np.array(found, dtype=object)
+            return mgpu.FragmentedArray(_registers=register, _layout=SCALAR.to_mgpu(), _is_signed=True)
+
+        return moved(self.ref, turn)
+
+    def before(self, turn):
+        """What held for every head [heads] before this turn."""
+
+        @mosaic.lane_code(
+            arg_types=(plgpu.RefType(), SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((self.heads,), jnp.float32, layout=PER_HEAD),
+            twin=lambda ref, turn: ref[lax.rem(turn, 3)],
+        )
+        def before(_, ref, turn):
+            return self._heads(lambda head: self._held(ref, turn, head))
+
+        return before(self.ref, turn)
+
+    def read(self, turn):
+        """What holds for every head [heads] in this turn."""
+
+        @mosaic.lane_code(
+            arg_types=(plgpu.RefType(), SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((self.heads,), jnp.float32, layout=PER_HEAD),
+            twin=lambda ref, turn: self._twin(ref, turn)[1],
+        )
         def read(_, ref, turn):
-            found = []
-            for copy in (2, 0):
-                start = arith.addi(arith.muli(_quad(), i32(2)), self._copy(turn, copy))
-                registers = [_two_keys(ref, arith.addi(start, i32(8 * i))) for i in range(self.heads // 8)]
-                registers = [vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), r) for r in registers]
-                found.append(_per_head(registers, (self.heads,)))
-            return tuple(found)
+            return self._heads(lambda head: self._before_and_now(ref, turn, head)[1])
 
         return read(self.ref, turn)
 
     def pass_on(self, turn):
-        """Makes the next turn's copy ready; by one warpgroup."""
+        """Makes the next turn's copies ready; by one warpgroup."""
 
         def twin(ref, turn):
-            before = ref[lax.rem(turn, 3)]
-            ref[lax.rem(turn + 1, 3)] = jnp.maximum(before, jnp.maximum(ref[3], ref[4]))
+            ref[lax.rem(turn + 1, 3)] = self._twin(ref, turn)[1]
 
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def pass_on(_, ref, turn):
-            head = arith.remui(rows.own_thread(), i32(self.heads))
-            here, there = (
-                utils.getelementptr(utils.memref_ptr(ref), [arith.addi(head, self._copy(turn, copy))], i32_type())
-                for copy in range(2)
-            )
-            llvm.store(llvm.load(i32_type(), here), there)
+            pairs = self.heads // 2
+            head = arith.muli(arith.remui(rows.own_thread(), i32(pairs)), i32(2))
+            now = self._before_and_now(ref, turn, head)[1]
+            at = arith.addi(head, self._copy(turn, 1))
+            for i, x in enumerate(now):
+                self._set(ref, arith.addi(at, i32(i)), x)
 
         pass_on(self.ref, turn)
 
@@ -173,7 +240,7 @@ class Maxima:
         """
 
         def twin(ref, sums, p, turn):
-            before, now = ref[lax.rem(turn, 3)], jnp.maximum(ref[lax.rem(turn, 3)], jnp.maximum(ref[3], ref[4]))
+            before, now = self._twin(ref, turn)
             own = sums[: self.heads] * jnp.exp2(before - now) + jnp.sum(p, axis=0)
             return jnp.pad(own, (0, 256 - self.heads))
 
@@ -185,7 +252,7 @@ class Maxima:
         def add(_, ref, sums, p, turn):
             held, head = _across_lanes(p, arith.addf, 0.0)
             head = arith.minsi(head, i32(self.heads - 2))  # a lane without heads of its own
-            before, now = (_two_keys(ref, arith.addi(head, self._copy(turn, copy))) for copy in (2, 0))
+            before, now = self._before_and_now(ref, turn, head)
             found = []
             for own, more, b, n in zip(_elements(sums.registers.flat[0]), held, before, now):
                 f32 = ir.F32Type.get()
@@ -201,9 +268,43 @@ class Maxima:
         number = arith.remui(arith.addi(mosaic.scalar(turn), i32(ahead)), i32(3))
         return arith.muli(number, i32(self.heads))
 
+    def _set(self, ref, at, x):
+        """Both copies of an element."""
+        llvm.store(_key(x), utils.getelementptr(utils.memref_ptr(ref), [at], i32_type()))
+        at = arith.addi(at, i32(3 * self.heads))
+        llvm.store(llvm.bitcast(i32_type(), x), utils.getelementptr(utils.memref_ptr(ref), [at], i32_type()))
+
+    def _held(self, ref, turn, head):
+        """What held before, of two heads."""
+        at = arith.addi(arith.addi(head, self._copy(turn, 0)), i32(3 * self.heads))
+        return [llvm.bitcast(ir.F32Type.get(), bits) for bits in _two_words(ref, at)]
+
+    def _before_and_now(self, ref, turn, head):
+        """What held before and what holds now, of two heads."""
+        before = self._held(ref, turn, head)
+        offered = [_from_key(key) for key in _two_words(ref, arith.addi(head, self._copy(turn, 0)))]
+        lag = utils.c(_LAG, ir.F32Type.get())
+        now = []
+        for b, o in zip(before, offered):
+            above = arith.cmpf(arith.CmpFPredicate.OGT, o, arith.addf(b, lag))
+            now.append(arith.select(above, o, b))
+        return before, now
+
+    def _heads(self, of):
+        """An array [heads] of what of(head) tells of two heads."""
+        quad = arith.muli(_quad(), i32(2))
+        registers = [of(arith.addi(quad, i32(8 * i))) for i in range(self.heads // 8)]
+        registers = [vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), r) for r in registers]
+        return _per_head(registers, (self.heads,))
+
+    def _twin(self, ref, turn):
+        before = ref[lax.rem(turn, 3)]
+        offered = functools.reduce(jnp.maximum, [ref[i] for i in range(3, ref.shape[0])])
+        return before, jnp.where(offered > before + _LAG, offered, before)
+
 
 def offer_sums(sums, sums_s, wg):
-    """Writes the sums that `Maxima.add` gathered to sums_s (float32 [8, heads]); after a barrier, `read_sums`."""
+    """Writes the sums that `Maxima.add` gathered to sums_s (float32 [4 * warpgroups, heads]); then `read_sums`."""
     heads = sums_s.shape[1]
 
     def twin(sums_s, sums, wg):
@@ -224,7 +325,7 @@ def offer_sums(sums, sums_s, wg):
 
 def read_sums(sums_s):
     """The sums [heads] of all that was offered, added in a fixed order."""
-    warps = 2 if mosaic.is_interpreted() else 8
+    warps = sums_s.shape[0] // 4 if mosaic.is_interpreted() else sums_s.shape[0]
     total = plgpu.load(sums_s.at[0], layout=PER_HEAD)
     for i in range(1, warps):
         total = total + plgpu.load(sums_s.at[i], layout=PER_HEAD)
@@ -265,7 +366,7 @@ def write_probabilities(p_s, p):
 def store_output(out_ref, accs, row, wg):
     """Stores sums of values, for every head of a thread block, to rows row .. of out_ref [rows, 512], device memory.
 
-    accs: float32 [128, heads] in `value_order`, of values ``256 * wg`` .. and of the 128 after those.
+    accs: float32 [128, heads] each, in `value_order`, of values ``128 * len(accs) * wg`` .. and on.
     """
     heads = accs[0].shape[1]
     parts = len(accs)
@@ -385,12 +486,11 @@ def _power_of_two(n):
     return 1 << (n - 1).bit_length()
 
 
-def _two_keys(ref, at):
-    """Two float32 from element `at` of integers of the same order."""
-    keys = llvm.load(
+def _two_words(ref, at):
+    words = llvm.load(
         ir.VectorType.get((2,), i32_type()), utils.getelementptr(utils.memref_ptr(ref), [at], i32_type()), alignment=8
     )
-    return [_from_key(key) for key in _elements(keys)]
+    return _elements(words)
 
 
 def _lane_sums(register):

@@ -25,42 +25,44 @@ def combine(out, lse, outs, lses, sink, schedule):
 
     def body(outs_ref, lses_ref, sink_ref, merged_ref, count_ref, out_ref, lse_ref):
         block = lax.axis_index("block")
+        last = merged_ref.shape[0] * heads - 1
 
-        def item(i, _):
-            number = block + i * threads
-            entry, head = number // heads, lax.rem(number, heads)
-            row, first, count = (merged_ref[entry, k] for k in range(3))
-            rounds = (count + _TOGETHER - 1) // _TOGETHER
+        def place(i):
+            """Row, first part and number of parts of an item, which there may be none of."""
+            entry = jnp.minimum(block + i * threads, last) // heads
+            return tuple(merged_ref[entry, k] for k in range(3))
 
-            def part(turn, k):
-                index = turn * _TOGETHER + k
-                at = (first + jnp.minimum(index, count - 1)) * heads + head
-                return at, index < count
-
-            def highest(turn, high):
-                for k in range(_TOGETHER):
-                    high = jnp.maximum(high, lses_ref[part(turn, k)[0]])
-                return high
+        def item(i, state):
+            row, first, count = state
+            head = lax.rem(block + i * threads, heads)
+            sink = sink_ref[head]
 
             def add(turn, state):
-                acc, total = state
-                for k in range(_TOGETHER):
-                    at, there = part(turn, k)
-                    weight = jnp.where(there, jnp.exp(lses_ref[at] - high), 0.0)
-                    value = plgpu.load(outs_ref.at[at], layout=layout)
+                acc, total, before = state
+                index = [turn * _TOGETHER + k for k in range(_TOGETHER)]
+                at = [(first + jnp.minimum(k, count - 1)) * heads + head for k in index]
+                found = [plgpu.load(outs_ref.at[k], layout=layout) for k in at]
+                own = [lses_ref[k] for k in at]
+                high = functools.reduce(jnp.maximum, own, before)
+                weights = [jnp.where(k < count, jnp.exp(x - high), 0.0) for k, x in zip(index, own)]
+                shrink = jnp.exp(before - high)
+                acc, total = acc * shrink, total * shrink
+                for value, weight in zip(found, weights):
                     acc, total = acc + value * weight, total + weight
-                return acc, total
+                return acc, total, high
 
-            high = lax.fori_loop(0, rounds, highest, jnp.float32(START))
             zero = plgpu.layout_cast(jnp.zeros((values,), jnp.float32), layout)
-            acc, total = lax.fori_loop(0, rounds, add, (zero, jnp.float32(0)))
+            rounds = (count + _TOGETHER - 1) // _TOGETHER
+            acc, total, high = lax.fori_loop(0, rounds, add, (zero, jnp.float32(0), jnp.float32(START)))
             nothing = total == 0
-            factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp(sink_ref[head] - high)))
+            factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp(sink - high)))
             out_ref[row * heads + head] = (acc * factor).astype(out_ref.dtype)
             lse_ref[row * heads + head] = jnp.where(nothing, -jnp.inf, high + jnp.log(jnp.where(nothing, 1.0, total)))
+            return place(i + 1)
 
+        first = place(0)  # while it is looked up how many there are
         items = count_ref[0] * heads
-        lax.fori_loop(0, (items - block + threads - 1) // threads, item, None)
+        lax.fori_loop(0, (items - block + threads - 1) // threads, item, first)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(

@@ -32,6 +32,7 @@ DOWN = 48  # quantised rows are read 2^-48 times their value
 WGMMA = plgpu.Layout.WGMMA
 SCALAR = plgpu.Layout.WG_SPLAT(())
 HALF_TILE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
+VALUES = 512
 _TO_BF16 = 120  # an E4M3 number's bits, three places from the top of a bf16 number's, are 2^-120 times its value
 
 
@@ -101,17 +102,17 @@ def value_order_back(x):
     return x.reshape(2, 4, 2, 8, -1).transpose(1, 3, 0, 2, 4).reshape(128, -1)
 
 
-def copy(raw_ref, bias_ref, pages_ref, places, layout: Staged, page_size: int, decoded_ref=None):
+def copy(raw_ref, bias_ref, pages_ref, places, barriers, slot, layout: Staged, page_size: int, decoded_ref=None):
     """Starts copying the rows at `places` (of `sparse_attention.gather.look_up`) to shared memory, by a warpgroup.
 
-    raw_ref: uint8 [>= 64 * stride]. pages_ref: the cache's pages in device memory. bias_ref: float32 [64], gets 0 where
-    there is a row, and -inf where there is none; such a row is filled with zeros. decoded_ref: bf16 [64, width], which
-    stands for raw_ref where the kernel is interpreted.
+    A field of 16 bytes and more is copied in one piece, on number `slot` of barriers (`gather.CopyBarriers` of
+    sparse_attention), whose `arrive` has to follow. raw_ref: uint8 [>= 64 * stride]. pages_ref: the cache's pages in
+    device memory. bias_ref: float32 [64], gets 0 where there is a row, and -inf where there is none; such a row is
+    filled with zeros. decoded_ref: bf16 [64, width], which stands for raw_ref where the kernel is interpreted.
     """
-    page_bytes = int(np.prod(pages_ref.shape[1:])) * jnp.dtype(pages_ref.dtype).itemsize
-    format = layout.format
+    format, page_bytes = layout.format, _page_bytes(pages_ref)
 
-    def twin(_, bias_ref, pages_ref, places):
+    def twin(_, bias_ref, pages_ref, places, *__):
         places = places.reshape(4, 32)[:, : BLOCK // 4].reshape(BLOCK)
 
         def add(row, found):
@@ -131,65 +132,138 @@ def copy(raw_ref, bias_ref, pages_ref, places, layout: Staged, page_size: int, d
         bias_ref[...] = jnp.where(places >= 0, 0.0, -jnp.inf)
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WG_STRIDED((128,), vec_size=1)),
+        arg_types=(
+            *[plgpu.RefType()] * 3, plgpu.Layout.WG_STRIDED((128,), vec_size=1), plgpu.RefType(), SCALAR,
+        ),
         twin=twin,
-    )
-    def start(_, raw_ref, bias_ref, pages_ref, places):
-        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
-        place = vector.extract(places.registers.flat[0], [], ir.DenseI64ArrayAttr.get([0]))
-        lane = arith.remui(utils.thread_idx(), i32(32))
-        first = arith.muli(_warp(utils.thread_idx()), i32(16))
+    )  # fmt: skip
+    def start(_, raw_ref, bias_ref, pages_ref, places, barriers, slot):
+        f32 = ir.F32Type.get()
+        row, place, page, within = _own_row(places, pages_ref, page_size, page_bytes)
         nothing = arith.cmpi(arith.CmpIPredicate.slt, place, i32(0))
         bias = arith.select(nothing, utils.c(float("-inf"), f32), utils.c(0.0, f32))
-        at = arith.addi(first, arith.remui(lane, i32(16)))
-        llvm.store(bias, utils.getelementptr(utils.memref_ptr(bias_ref), [at], f32))
-        source = llvm.ptrtoint(i64, mosaic.global_pointer(pages_ref))
-        part, group = arith.remui(lane, i32(8)), arith.divui(lane, i32(8))
-        to = llvm.ptrtoint(i32_type(), utils.memref_ptr(raw_ref))
-        part_bytes = arith.muli(part, i32(16))
-        fields = [(f.offset, f.stride) for f in format.fields(page_size)]
-        for i in range(4):
-            row = arith.addi(group, i32(4 * i))  # within the warp's 16
-            found = nvvm.shfl_sync(i32(-1), place, row, i32(31), nvvm.ShflKind.idx)
-            there = arith.cmpi(arith.CmpIPredicate.sge, found, i32(0))
-            found = arith.maxsi(found, i32(0))
-            page, within = arith.divui(found, i32(page_size)), arith.remui(found, i32(page_size))
-            page = arith.addi(source, arith.muli(arith.extui(i64, page), utils.c(page_bytes, i64)))
-            row_to = arith.addi(to, arith.muli(arith.addi(first, row), i32(layout.stride)))
-            staged_at = 0
-            for (offset, stride), size in zip(fields, layout.fields):
-                start_at = arith.addi(i32(offset), arith.muli(within, i32(stride)))
-                begin = arith.addi(page, arith.extui(i64, start_at))
-                if size % 16 == 0:
-                    begin = arith.addi(begin, arith.extui(i64, part_bytes))
-                    row_begin = arith.addi(row_to, part_bytes)
-                    _copy_chunks(row_begin, begin, part, there, staged_at, size // 16)
-                else:
-                    _copy_eight(row_to, begin, part, there, staged_at)
-                staged_at += size
+        llvm.store(bias, utils.getelementptr(utils.memref_ptr(bias_ref), [row], f32))
+        # The upper half of the lanes have the same rows again.
+        own = arith.cmpi(arith.CmpIPredicate.ult, arith.remui(utils.thread_idx(), i32(32)), i32(16))
+        there, missing = (arith.extui(i32_type(), x) for x in (_and_not(own, nothing), arith.andi(own, nothing)))
+        to = arith.addi(llvm.ptrtoint(i32_type(), utils.memref_ptr(raw_ref)), arith.muli(row, i32(layout.stride)))
+        barrier = llvm.ptrtoint(i32_type(), utils.memref_ptr(barriers))
+        barrier = arith.addi(barrier, arith.muli(mosaic.scalar(slot), i32(8)))
+        staged_at = 0
+        for field, size in zip(format.fields(page_size), layout.fields):
+            source = _field(page, within, field)
+            if size % 16 == 0:
+                _expect(there, barrier, size)
+                first = _from_lane(arith.addi(to, i32(staged_at)), 0)
+                copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [s], {size}, [$1];"
+                for number, words in enumerate(_sources(source, there)):
+                    at = arith.addi(first, i32(number * layout.stride))
+                    _by_one_lane(copy.format(size=size), [at, barrier], words)
+            else:
+                _copy_eight(to, source, there, staged_at)
+            staged_at += size
+        _fill_with_zeros(to, missing, layout.stride)
 
-    start(raw_ref, bias_ref, pages_ref, places)
+    start(raw_ref, bias_ref, pages_ref, places, barriers.ref, slot)
 
 
-def _copy_chunks(to, source, part, there, offset, chunks):
-    """16 bytes for each of eight threads, over and over, until there are `chunks`."""
-    size = arith.select(there, i32(16), i32(0))
-    lines = "".join(
-        f"cp.async.cg.shared.global [$0+{offset + 128 * k}], [$1+{128 * k}], 16, $2;\n" for k in range(chunks // 8)
+def fetch_ahead(pages_ref, places, layout: Staged, page_size: int):
+    """Starts bringing the rows at `places`, which are to be copied next, to L2; by a warpgroup."""
+    page_bytes = _page_bytes(pages_ref)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_STRIDED((128,), vec_size=1)), twin=lambda *_: None
     )
-    if chunks % 8:
-        k = chunks // 8
-        lines += (
-            f"{{ .reg .pred p; setp.lt.u32 p, $3, {chunks % 8};\n"
-            f"@p cp.async.cg.shared.global [$0+{offset + 128 * k}], [$1+{128 * k}], 16, $2; }}"
-        )
-    asm(lines, "r,l,r,r,~{memory}", [to, source, size, part])
+    def start(_, pages_ref, places):
+        _, place, page, within = _own_row(places, pages_ref, page_size, page_bytes)
+        there = arith.extui(i32_type(), arith.cmpi(arith.CmpIPredicate.sge, place, i32(0)))
+        for field, size in zip(layout.format.fields(page_size), layout.fields):
+            source = _field(page, within, field)
+            if size % 16 == 0:
+                for words in _sources(source, there):
+                    _by_one_lane(f"cp.async.bulk.prefetch.L2.global [s], {size};", [], words)
+            else:
+                asm("prefetch.global.L2 [$0];", "l", [source])
+
+    start(pages_ref, places)
 
 
-def _copy_eight(to, source, part, there, offset):
-    size = arith.select(there, i32(8), i32(0))
-    line = f"{{ .reg .pred p; setp.eq.u32 p, $3, 0;\n@p cp.async.ca.shared.global [$0+{offset}], [$1], 8, $2; }}"
-    asm(line, "r,l,r,r,~{memory}", [to, source, size, part])
+def _page_bytes(pages_ref):
+    return int(np.prod(pages_ref.shape[1:])) * jnp.dtype(pages_ref.dtype).itemsize
+
+
+def _own_row(places, pages_ref, page_size, page_bytes):
+    """Row of a block that this thread looked up, its place, and the place's page (its address) and row in it."""
+    i64 = ir.IntegerType.get_signless(64)
+    place = vector.extract(places.registers.flat[0], [], ir.DenseI64ArrayAttr.get([0]))
+    thread = utils.thread_idx()
+    row = arith.addi(arith.muli(_warp(thread), i32(16)), arith.remui(thread, i32(16)))
+    number = arith.maxsi(place, i32(0))
+    page, within = arith.divui(number, i32(page_size)), arith.remui(number, i32(page_size))
+    page = arith.muli(arith.extui(i64, page), utils.c(page_bytes, i64))
+    return row, place, arith.addi(llvm.ptrtoint(i64, mosaic.global_pointer(pages_ref)), page), within
+
+
+def _field(page, within, field):
+    """Address of a row's field."""
+    at = arith.addi(i32(field.offset), arith.muli(within, i32(field.stride)))
+    return arith.addi(page, arith.extui(ir.IntegerType.get_signless(64), at))
+
+
+def _expect(there, barrier, size):
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $0, 0;\n"
+        f"@p mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$1], {size}; }}"
+    )
+    asm(text, "r,r,~{memory}", [there, barrier])
+
+
+def _sources(source, there):
+    """The two words of the address in each of the lower 16 lanes, in all lanes; of 0 where `there` is 0."""
+    i64 = ir.IntegerType.get_signless(64)
+    source = arith.select(arith.cmpi(arith.CmpIPredicate.ne, there, i32(0)), source, utils.c(0, i64))
+    words = arith.trunci(i32_type(), source), arith.trunci(i32_type(), arith.shrui(source, utils.c(32, i64)))
+    for lane in range(BLOCK // 4):
+        yield [_from_lane(word, lane) for word in words]
+
+
+def _by_one_lane(instruction, operands, words):
+    """An instruction that is given address `s`, made of two words, once for the warp unless that is 0.
+
+    By one lane that is elected, as what the lanes say is the same: left to every lane, it becomes a slow loop.
+    """
+    low, high = len(operands), len(operands) + 1
+    text = (
+        f"{{ .reg .pred p, q; .reg .b64 s; mov.b64 s, {{${low}, ${high}}}; setp.ne.s64 q, s, 0;\n"
+        f"elect.sync _|p, 0xffffffff; and.pred p, p, q;\n@p {instruction} }}"
+    )
+    asm(text, ",".join("r" * (len(operands) + 2)) + ",~{memory}", [*operands, *words])
+
+
+def _from_lane(x, lane):
+    return nvvm.shfl_sync(i32(-1), x, i32(lane), i32(31), nvvm.ShflKind.idx)
+
+
+def _and_not(a, b):
+    return arith.andi(a, arith.xori(b, arith.cmpi(arith.CmpIPredicate.eq, i32(0), i32(0))))
+
+
+def _copy_eight(to, source, there, offset):
+    text = (
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0;\n"
+        f"@p cp.async.ca.shared.global [$0+{offset}], [$1], 8; }}"
+    )
+    asm(text, "r,l,r,~{memory}", [to, source, there])
+
+
+def _fill_with_zeros(to, missing, size):
+    """Where a row is none: what is left of another would be read as values, and might be NaN."""
+    stores = "".join(f"st.shared.v4.b32 [$0+{at}], {{z, z, z, z}};\n" for at in range(0, size, 16))
+    text = (
+        "{ .reg .pred p; .reg .b32 z; setp.eq.s32 p, $1, 0;\n@p bra done;\nmov.b32 z, 0;\n"
+        f"{stores}fence.proxy.async.shared::cta;\ndone: }}"
+    )
+    asm(text, "r,r,~{memory}", [to, missing])
 
 
 def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
@@ -215,11 +289,11 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
                 at = arith.muli(token, i32(layout.stride))
                 if layout.format == V32():
                     at = arith.addi(at, arith.addi(i32(layout.scale), arith.muli(group, i32(4))))
-                    bits, strange = _scale_of_float(_load(raw, at, 32))
+                    bits, strange = _scale_of_float(_load(_at(raw, at), 32))
                     odd = arith.ori(odd, strange)
                 else:
                     at = arith.addi(at, arith.addi(i32(layout.scale), group))
-                    byte = arith.extui(i32_type(), _load(raw, at, 8))
+                    byte = arith.extui(i32_type(), _load(_at(raw, at), 8))
                     bits = _scale_of_e4m3(byte) if layout.kind == "fp4" else _scale_of_e8m0(byte)
                 at = arith.addi(arith.muli(group, i32(2 * BLOCK)), arith.muli(token, i32(2)))
                 i16 = ir.IntegerType.get_signless(16)
@@ -267,200 +341,319 @@ def _scale_of_e4m3(byte):
     return arith.select(nan, i32(0x7FC0), scale)
 
 
-def key_fragment(raw_ref, scale_ref, odd_ref, which, chunk: int, layouts: tuple[Staged, ...], decoded_ref=None):
-    """Values 64 * chunk .. + 63 of all 64 rows of a block as bf16 [64, 64], the left operand of a wgmma."""
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One way in which the rows of a block are read: by their layout, and `general` where scales are any float32."""
 
-    def twin(*_):
-        return key_order(decoded_ref[:, pl.ds(64 * chunk, 64)])
+    layout: Staged
+    general: bool = False
+
+
+def readings(layouts: tuple[Staged, ...]) -> tuple[Reading, ...]:
+    """The ways in which a kernel reads rows of these layouts, each once."""
+    found = []
+    for layout in dict.fromkeys(layouts):
+        found.append(Reading(layout))
+        if layout.format == V32():
+            found.append(Reading(layout, general=True))
+    return tuple(found)
+
+
+def reading_of(odd_ref, which, layouts: tuple[Staged, ...]):
+    """Number among `readings` for a block of layout number `which`, which `prepare` has seen."""
+    ways = readings(layouts)
+    number = ways.index(Reading(layouts[0]))
+    if len(set(layouts)) > 1:
+        number = jnp.where(which == 0, number, ways.index(Reading(layouts[1])))
+    if not any(way.general for way in ways):
+        return jnp.int32(number)
+    odd = _odd_flag(odd_ref)
+    if len(set(layouts)) > 1:
+        v32 = [layout.format == V32() for layout in layouts].index(True)
+        odd = jnp.where(which == v32, odd, 0)
+    return number + odd
+
+
+def _odd_flag(odd_ref):
+    """1 where `prepare` found a scale that is no power of two, else 0."""
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((BLOCK, 64), jnp.bfloat16, layout=WGMMA),
-        twin=twin,
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        twin=lambda _: jnp.int32(0),
     )
-    def load(_, raw_ref, scale_ref, odd_ref, which):
-        raw, scales = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
+    def flag(_, odd_ref):
+        register = np.array(arith.extui(i32_type(), _is_odd(odd_ref)), dtype=object)
+        return mgpu.FragmentedArray(_registers=register, _layout=SCALAR.to_mgpu(), _is_signed=True)
 
-        def position(thread):
-            """The lane's number in its quad, and its two tokens."""
-            first = arith.addi(arith.muli(_warp(thread), i32(16)), _group(thread))
-            return _quad(thread), [arith.addi(first, i32(8 * half)) for half in range(2)]
-
-        def of(layout):
-            tail = 64 * chunk >= layout.quantised > 0
-            quad, tokens = position(own_thread() if tail else utils.thread_idx())  # rarely needed: not worth registers
-            base = [arith.muli(token, i32(layout.stride)) for token in tokens]
-            if 64 * chunk >= layout.quantised:  # bf16
-                start = layout.tail + 2 * (64 * chunk - layout.quantised)
-                return _key_words(lambda half, step: _bf16_pairs(raw, base[half], quad, start + 32 * step, layout.down))
-
-            def scale(half, step):
-                number = (64 * chunk + 16 * step) // layout.group
-                at = arith.addi(arith.muli(tokens[half], i32(2)), i32(2 * BLOCK * number))
-                return _twice(_load(scales, at, 16))
-
-            def exact(half, step):
-                factor = scale(half, step)
-                if layout.kind == "fp4":
-                    at = arith.addi(base[half], arith.addi(arith.muli(quad, i32(2)), i32(32 * chunk + 8 * step)))
-                    four = arith.extui(i32_type(), _load(raw, at, 16))
-                    return [_times(pair, factor) for pair in _fp4_pairs(four, across=False)]
-                at = arith.addi(base[half], arith.addi(arith.muli(quad, i32(4)), i32(64 * chunk + 16 * step)))
-                return [_times(pair, factor) for pair in _fp8_pairs(_load(raw, at, 32), magnitudes[half])]
-
-            def general(half, step):  # any float32 scale
-                at = arith.addi(base[half], arith.addi(arith.muli(quad, i32(4)), i32(64 * chunk + 16 * step)))
-                at_scale = arith.addi(base[half], i32(layout.scale + 64 * chunk // layout.group * 4))
-                factor = llvm.bitcast(ir.F32Type.get(), _load(raw, at_scale, 32))
-                pairs = _fp8_pairs(_load(raw, at, 32), magnitudes[half])
-                return [_times_floats(pair, factor, factor) for pair in pairs]
-
-            def words(convert):
-                """A NaN code would be read as 480: its row gets a NaN, with which all its scores are."""
-                for found in magnitudes:
-                    found.clear()
-                registers = _key_words(convert)
-                for half, found in enumerate(magnitudes if layout.kind == "fp8" else []):
-                    nan = _has_nan_code(found)
-                    bits = arith.select(nan, i32(0x7FFF7FFF), llvm.bitcast(i32_type(), registers[half]))
-                    registers[half] = llvm.bitcast(_pair(), bits)
-                return registers
-
-            magnitudes = ([], [])
-            fast = functools.partial(words, exact)
-            if layout.format != V32():
-                return fast()
-            return _if(_is_odd(odd_ref), functools.partial(words, general), fast, [_pair()] * 16)
-
-        registers = _by_layout(which, layouts, of, [_pair()] * 16)
-        return _fragment(np.array(registers, dtype=object).reshape(8, 2), (BLOCK, 64))
-
-    return load(raw_ref, scale_ref, odd_ref, which)
+    return flag(odd_ref)
 
 
-def _key_words(words):
-    """Registers of [64, 64] in order (eight columns, half of the rows); words(half, step) gives two pairs."""
-    registers = np.empty((8, 2), dtype=object)
-    for half in range(2):
-        for step in range(4):
-            registers[2 * step, half], registers[2 * step + 1, half] = words(half, step)
-    return list(registers.flat)
+def _words(count):
+    """The layout of `count` 32-bit words of every thread, and what packs them for other lane code and unpacks them."""
+    layout = plgpu.Layout.WG_STRIDED((128 * count,), vec_size=1)
+
+    def pack(words):
+        one = ir.VectorType.get((1,), i32_type())
+        words = [arith.extui(i32_type(), word) if _narrow(word) else word for word in words]
+        words += [i32(0)] * (count - len(words))
+        registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    def unpack(array):
+        return [vector.extract(r, [], ir.DenseI64ArrayAttr.get([0])) for r in array.registers.reshape(-1)]
+
+    return layout, pack, unpack
 
 
-def value_fragment(
-    raw_ref, scale_ref, odd_ref, which, part, half: int, layouts: tuple[Staged, ...], decoded_ref=None, may_be_tail=True
-):
-    """Values 128 * part .. + 127 of rows 32 * half .. + 31 of a block, as bf16 [128, 32], rows in `value_order`.
+def _narrow(word):
+    return word.type != i32_type()
+
+
+def _key_place(thread):
+    """A lane's number in its quad, and its two tokens."""
+    first = arith.addi(arith.muli(_warp(thread), i32(16)), _group(thread))
+    return _quad(thread), [arith.addi(first, i32(8 * half)) for half in range(2)]
+
+
+def load_keys(raw_ref, scale_ref, chunk: int, reading: Reading, decoded_ref=None):
+    """The stored words of values 64 * chunk .. + 63 of a block, for `key_fragment`; loaded a fragment ahead.
+
+    int32 [128 * n], n to a thread: of its two tokens first the scales, then the values. Interpreted: the fragment.
+    """
+    layout = reading.layout
+    plain = 64 * chunk >= layout.quantised
+    scales = 0 if plain else max(1, 64 // layout.group)
+    count = 16 if plain else 8 + 2 * scales
+    carried, pack, _ = _words(count)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=carried),
+        twin=lambda *_: key_order(decoded_ref[:, pl.ds(64 * chunk, 64)]),
+    )
+    def load(_, raw_ref, scale_ref):
+        raw, table = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
+        quad, tokens = _key_place(own_thread() if plain else utils.thread_idx())
+        bases = [_at(raw, arith.muli(token, i32(layout.stride))) for token in tokens]
+        found = []
+        if plain:
+            start = layout.tail + 2 * (64 * chunk - layout.quantised)
+            for base in bases:
+                own = _at(base, arith.muli(quad, i32(8)))
+                for step in range(4):
+                    found += _load_two(_past(own, start + 32 * step))
+            return pack(found)
+        for token, base in zip(tokens, bases):
+            if reading.general:
+                found.append(_load(_past(base, layout.scale + 64 * chunk // layout.group * 4), 32))
+                continue
+            own = _at(table, arith.muli(token, i32(2)))
+            first = 64 * chunk // layout.group
+            found += [_load(_past(own, 2 * BLOCK * (first + i)), 16) for i in range(scales)]
+        narrow = layout.kind == "fp4"
+        for base in bases:
+            own = _at(base, arith.muli(quad, i32(2 if narrow else 4)))
+            for step in range(4):
+                found.append(_load(_past(own, (64 * chunk + 16 * step) // (2 if narrow else 1)), 16 if narrow else 32))
+        return pack(found)
+
+    return load(raw_ref, scale_ref)
+
+
+def key_fragment(words, chunk: int, reading: Reading):
+    """Values 64 * chunk .. + 63 of all 64 rows of a block as bf16 [64, 64], the left operand of a wgmma.
+
+    words: of `load_keys`. A NaN code would be read as 480: its row gets a NaN, with which all its scores are.
+    """
+    layout = reading.layout
+    plain = 64 * chunk >= layout.quantised
+    scales = 0 if plain else max(1, 64 // layout.group)
+    count = 16 if plain else 8 + 2 * scales
+    carried, _, unpack = _words(count)
+
+    @mosaic.lane_code(
+        arg_types=(carried,),
+        return_type=plgpu.ShapeDtypeStruct((BLOCK, 64), jnp.bfloat16, layout=WGMMA),
+        twin=lambda words: words,
+    )
+    def convert(_, words):
+        words = unpack(words)
+        registers = np.empty((8, 2), dtype=object)
+        for half in range(2):
+            magnitudes = []
+            if plain:
+                own = words[8 * half : 8 * half + 8]
+            else:
+                own = words[2 * scales + 4 * half : 2 * scales + 4 * half + 4]
+                factors = words[scales * half : scales * half + scales]
+                if reading.general:
+                    factors = [llvm.bitcast(ir.F32Type.get(), factors[0])]
+                else:
+                    factors = [_twice(f) for f in factors]
+            for step in range(4):
+                if plain:
+                    pairs = [permute(own[2 * step], own[2 * step + 1], selector) for selector in (0x5410, 0x7632)]
+                    pairs = [_down(pair, layout.down) for pair in pairs]
+                elif layout.kind == "fp4":
+                    factor = factors[step * scales // 4]
+                    pairs = [_times(pair, factor) for pair in _fp4_pairs(own[step], across=False)]
+                elif reading.general:
+                    pairs = [_times_floats(p, factors[0], factors[0]) for p in _fp8_pairs(own[step], magnitudes)]
+                else:
+                    factor = factors[step * scales // 4]
+                    pairs = [_times(pair, factor) for pair in _fp8_pairs(own[step], magnitudes)]
+                registers[2 * step, half], registers[2 * step + 1, half] = pairs
+            if magnitudes:
+                bits = llvm.bitcast(i32_type(), registers[0, half])
+                bits = arith.select(_has_nan_code(magnitudes), i32(0x7FFF7FFF), bits)
+                registers[0, half] = llvm.bitcast(_pair(), bits)
+        return fragment(registers, (BLOCK, 64))
+
+    return convert(words)
+
+
+def _value_place(thread, part, half):
+    """First value of the warp, of this lane from there, and the lane's first token."""
+    first = arith.addi(arith.muli(part, i32(128)), arith.muli(_warp(thread), i32(32)))
+    token = arith.addi(arith.muli(_quad(thread), i32(2)), i32(32 * half))
+    return first, arith.muli(_group(thread), i32(4)), token
+
+
+def _value_words(reading: Reading):
+    """Words of a fragment of values: whether all, some or none are bf16, and how many words those are."""
+    layout = reading.layout
+    if not layout.quantised:
+        return 16
+    if layout.quantised < VALUES:
+        return 16
+    return 16 if reading.general else 12
+
+
+def load_values(raw_ref, scale_ref, part, half: int, reading: Reading, decoded_ref=None, may_be_tail=True):
+    """The stored words of values 128 * part .. + 127 of rows 32 * half .. + 31 of a block, for `value_fragment`.
 
     part: int32 scalar, the same for all threads. may_be_tail: whether it may be the last part.
     """
+    layout, count = reading.layout, _value_words(reading)
+    carried, pack, _ = _words(count)
 
-    def twin(*args):
-        block = decoded_ref[pl.ds(32 * half, 32), pl.ds(128 * args[-1], 128)]
-        return value_order(block.T)
+    def twin(raw_ref, scale_ref, part):
+        return value_order(decoded_ref[pl.ds(32 * half, 32), pl.ds(128 * part, 128)].T)
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((128, 32), jnp.bfloat16, layout=WGMMA),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128 * count,), jnp.int32, layout=carried),
         twin=twin,
     )
-    def load(_, raw_ref, scale_ref, odd_ref, which, part):
-        raw, scales = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
+    def load(_, raw_ref, scale_ref, part):
+        raw, table = utils.memref_ptr(raw_ref), utils.memref_ptr(scale_ref)
         part = mosaic.scalar(part)
+        offsets = [(16 * step + 8 * later) for step in range(2) for later in range(2)]
 
-        def position(thread):
-            """First value of the warp, and of this lane from there, and first token."""
-            first = arith.addi(arith.muli(part, i32(128)), arith.muli(_warp(thread), i32(32)))
-            return (
-                first,
-                arith.muli(_group(thread), i32(4)),
-                arith.addi(arith.muli(_quad(thread), i32(2)), i32(32 * half)),
-            )
+        def bf16():
+            first, four, token = _value_place(own_thread(), part, half)  # rarely needed: not worth registers
+            start = arith.muli(arith.addi(arith.subi(first, i32(layout.quantised)), four), i32(2))
+            own = _at(raw, arith.addi(arith.addi(arith.muli(token, i32(layout.stride)), start), i32(layout.tail)))
+            return [w for n in offsets for i in range(2) for w in _load_two(_past(own, (n + i) * layout.stride))]
 
-        first, four, token = position(utils.thread_idx())
-
-        def of(layout):
-            base = arith.muli(token, i32(layout.stride))
-
-            def bf16():
-                first, four, token = position(own_thread())  # rarely needed: not worth registers
-                base = arith.muli(token, i32(layout.stride))
-                start = arith.addi(arith.muli(arith.subi(first, i32(layout.quantised)), i32(2)), i32(layout.tail))
-                start = arith.addi(arith.addi(base, start), arith.muli(four, i32(2)))
-
-                def words(step, later):
-                    at = arith.addi(start, i32((16 * step + 8 * later) * layout.stride))
-                    a, b = (_load_two(raw, arith.addi(at, i32(i * layout.stride))) for i in range(2))
-                    pairs = []
-                    for a_two, b_two in zip(a, b):
-                        pairs += [permute(a_two, b_two, 0x5410), permute(a_two, b_two, 0x7632)]
-                    return [_down(pair, layout.down) for pair in pairs]
-
-                return _value_words(words)
-
-            if not layout.quantised:
-                return bf16()
-
-            def quantised(convert):
-                if layout.kind == "fp4":
-                    start = arith.addi(base, arith.divui(arith.addi(first, four), i32(2)))
-                else:
-                    start = arith.addi(base, arith.addi(first, four))
-
-                def words(step, later):
-                    offset = 16 * step + 8 * later
-                    at = arith.addi(start, i32(offset * layout.stride))
-                    bits = 16 if layout.kind == "fp4" else 32
-                    a, b = (_load(raw, arith.addi(at, i32(i * layout.stride)), bits) for i in range(2))
-                    if layout.kind == "fp4":
-                        both = permute(arith.extui(i32_type(), a), arith.extui(i32_type(), b), 0x5410)
-                        pairs = _fp4_pairs(both, across=True)
-                    else:
-                        pairs = [pair for selector in (0x5410, 0x7632) for pair in _fp8_pairs(permute(a, b, selector))]
-                    return convert(pairs, offset)
-
-                return _value_words(words)
-
-            def exact(pairs, offset):
+        def quantised():
+            first, four, token = _value_place(utils.thread_idx(), part, half)
+            row = _at(raw, arith.muli(token, i32(layout.stride)))
+            if reading.general:
+                own = _at(row, arith.muli(arith.divui(first, i32(layout.group)), i32(4)))
+                at = [layout.scale + (n + i) * layout.stride for n in offsets for i in range(2)]
+                found = [_load(_past(own, a), 32) for a in at]
+            else:
                 number = arith.divui(first, i32(layout.group))
                 if layout.group < 32:
                     number = arith.addi(number, arith.divui(four, i32(layout.group)))
                 at = arith.addi(arith.muli(number, i32(2 * BLOCK)), arith.muli(token, i32(2)))
-                factor = _load(scales, arith.addi(at, i32(2 * offset)), 32)
-                return [_times(pair, factor) for pair in pairs]
+                found = [_load(_past(_at(table, at), 2 * n), 32) for n in offsets]
+            narrow = layout.kind == "fp4"
+            value = arith.addi(first, four)
+            own = _at(row, arith.divui(value, i32(2)) if narrow else value)
+            bits = 16 if narrow else 32
+            found += [_load(_past(own, (n + i) * layout.stride), bits) for n in offsets for i in range(2)]
+            found = [arith.extui(i32_type(), word) if _narrow(word) else word for word in found]
+            return found + [i32(0)] * (count - len(found))
 
-            def general(pairs, offset):
-                at = arith.muli(arith.divui(first, i32(layout.group)), i32(4))
-                at = arith.addi(arith.addi(base, at), i32(offset * layout.stride + layout.scale))
-                f32 = ir.F32Type.get()
-                a, b = (llvm.bitcast(f32, _load(raw, arith.addi(at, i32(i * layout.stride)), 32)) for i in range(2))
-                return [_times_floats(pair, a, b) for pair in pairs]
+        if not layout.quantised:
+            return pack(bf16())
+        if layout.quantised < VALUES and may_be_tail:
+            return pack(_if(_in_tail(part, layout), bf16, quantised, [i32_type()] * count))
+        return pack(quantised())
 
-            fast, sixteen = functools.partial(quantised, exact), [_pair()] * 16
-            if layout.format == V32():
-                return _if(_is_odd(odd_ref), functools.partial(quantised, general), fast, sixteen)
-            if layout.quantised < 512 and may_be_tail:
-                tail = arith.cmpi(arith.CmpIPredicate.sge, first, i32(layout.quantised))
-                return _if(tail, bf16, fast, sixteen)
-            return fast()
-
-        registers = _by_layout(which, layouts, of, [_pair()] * 16)
-        return _fragment(np.array(registers, dtype=object).reshape(2, 4, 2), (128, 32))
-
-    return load(raw_ref, scale_ref, odd_ref, which, part)
+    return load(raw_ref, scale_ref, part)
 
 
-def _value_words(words):
+def value_fragment(words, part, half: int, reading: Reading, may_be_tail=True):
+    """Values 128 * part .. + 127 of rows 32 * half .. + 31 of a block, as bf16 [128, 32], rows in `value_order`.
+
+    words, part, may_be_tail: those of `load_values`.
+    """
+    layout, count = reading.layout, _value_words(reading)
+    carried, _, unpack = _words(count)
+
+    @mosaic.lane_code(
+        arg_types=(carried, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128, 32), jnp.bfloat16, layout=WGMMA),
+        twin=lambda words, _: words,
+    )
+    def convert(_, words, part):
+        words = unpack(words)
+        part = mosaic.scalar(part)
+
+        def bf16():
+            found = []
+            for n in range(4):
+                both = zip(words[4 * n : 4 * n + 2], words[4 * n + 2 : 4 * n + 4])
+                pairs = [permute(*two, selector) for two in both for selector in (0x5410, 0x7632)]
+                found.append([_down(pair, layout.down) for pair in pairs])
+            return _value_registers(found)
+
+        def quantised():
+            scales = 8 if reading.general else 4
+            found = []
+            for n in range(4):
+                a, b = words[scales + 2 * n : scales + 2 * n + 2]
+                if layout.kind == "fp4":
+                    pairs = _fp4_pairs(permute(a, b, 0x5410), across=True)
+                else:
+                    pairs = [pair for selector in (0x5410, 0x7632) for pair in _fp8_pairs(permute(a, b, selector))]
+                if reading.general:
+                    factors = [llvm.bitcast(ir.F32Type.get(), w) for w in words[2 * n : 2 * n + 2]]
+                    found.append([_times_floats(pair, *factors) for pair in pairs])
+                else:
+                    found.append([_times(pair, words[n]) for pair in pairs])
+            return _value_registers(found)
+
+        if not layout.quantised:
+            registers = bf16()
+        elif layout.quantised < VALUES and may_be_tail:
+            registers = _if(_in_tail(part, layout), bf16, quantised, [_pair()] * 16)
+        else:
+            registers = quantised()
+        return fragment(np.array(registers, dtype=object).reshape(2, 4, 2), (128, 32))
+
+    return convert(words, part)
+
+
+def _in_tail(part, layout):
+    """Whether the values of a warp are among the bf16 ones."""
+    first = _value_place(utils.thread_idx(), part, 0)[0]
+    return arith.cmpi(arith.CmpIPredicate.sge, first, i32(layout.quantised))
+
+
+def _value_registers(found):
     """Registers of [128, 32] in order (64 rows, eight columns, half of the rows).
 
-    words(step, later) gives pairs of two tokens for four values.
+    found: of every eight tokens, pairs of two tokens for four values.
     """
     registers = np.empty((2, 4, 2), dtype=object)
-    for step in range(2):
-        for later in range(2):
-            found = words(step, later)
-            for value, pair in enumerate(found):
-                registers[value // 2, 2 * step + later, value % 2] = pair
+    for column, pairs in enumerate(found):
+        for value, pair in enumerate(pairs):
+            registers[value // 2, column, value % 2] = pair
     return list(registers.flat)
 
 
@@ -493,19 +686,19 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                 def bf16():
                     at = arith.muli(arith.subi(value, i32(layout.quantised)), i32(2))
                     at = arith.addi(arith.addi(base, at), i32(layout.tail))
-                    words = _load_four(raw, at) + _load_four(raw, arith.addi(at, i32(16)))
+                    words = _load_four(_at(raw, at)) + _load_four(_at(raw, arith.addi(at, i32(16))))
                     return [llvm.bitcast(i32_type(), _down(word, layout.down)) for word in words]
 
                 def quantised(convert):
                     magnitudes = []
                     if layout.kind == "fp4":
-                        packed = _load_two(raw, arith.addi(base, arith.divui(value, i32(2))))
+                        packed = _load_two(_at(raw, arith.addi(base, arith.divui(value, i32(2)))))
                         fours = [
                             word if not half else arith.shrui(word, i32(16)) for word in packed for half in range(2)
                         ]
                         pairs = [_fp4_pairs(f, across=False) for f in fours]
                     else:
-                        pairs = [_fp8_pairs(word, magnitudes) for word in _load_four(raw, arith.addi(base, value))]
+                        pairs = [_fp8_pairs(word, magnitudes) for word in _load_four(_at(raw, arith.addi(base, value)))]
                     words = []
                     for two in pairs:
                         a, b = (llvm.bitcast(i32_type(), convert(pair)) for pair in two)
@@ -517,12 +710,12 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                 def exact():
                     group = arith.minsi(arith.divui(value, i32(layout.group)), i32(layout.groups - 1))
                     at = arith.addi(arith.muli(group, i32(2 * BLOCK)), arith.muli(row, i32(2)))
-                    factor = _twice(_load(scales, at, 16))
+                    factor = _twice(_load(_at(scales, at), 16))
                     return quantised(lambda pair: _times(pair, factor))
 
                 def general():
                     at = arith.addi(base, arith.muli(arith.divui(value, i32(layout.group)), i32(4)))
-                    factor = llvm.bitcast(ir.F32Type.get(), _load(raw, arith.addi(at, i32(layout.scale)), 32))
+                    factor = llvm.bitcast(ir.F32Type.get(), _load(_at(raw, arith.addi(at, i32(layout.scale))), 32))
                     return quantised(lambda pair: _times_floats(pair, factor, factor))
 
                 if first >= layout.quantised:
@@ -602,12 +795,6 @@ def _fp4_lookup(four, pairs):
     return found
 
 
-def _bf16_pairs(raw, base, quad, start, down):
-    """Four neighbouring bf16 values: the first and third as a pair, then the second and fourth."""
-    a, b = _load_two(raw, arith.addi(base, arith.addi(arith.muli(quad, i32(8)), i32(start))))
-    return [_down(permute(a, b, selector), down) for selector in (0x5410, 0x7632)]
-
-
 def _down(bits, down):
     pair = llvm.bitcast(_pair(), bits)
     return _times(pair, i32((127 - down) << 7 | (127 - down) << 23)) if down else pair
@@ -630,7 +817,7 @@ def _times_floats(pair, first, second):
 def _is_odd(odd_ref):
     odd = i32(0)
     for warp in range(4):
-        odd = arith.ori(odd, _load(utils.memref_ptr(odd_ref), i32(4 * warp), 32))
+        odd = arith.ori(odd, _load(_past(utils.memref_ptr(odd_ref), 4 * warp), 32))
     return arith.cmpi(arith.CmpIPredicate.ne, odd, i32(0))
 
 
@@ -650,7 +837,8 @@ def _if(condition, then, otherwise, types):
     return list(branch.results)
 
 
-def _fragment(registers, shape):
+def fragment(registers, shape):
+    """Registers as an array in the layout of a wgmma."""
     layout = WGMMA.to_mgpu()
     return mgpu.FragmentedArray(
         _registers=registers.reshape(layout.registers_shape(shape)), _layout=layout, _is_signed=None
@@ -691,22 +879,31 @@ def _quad(thread):
     return arith.remui(thread, i32(4))
 
 
-def _load(pointer, at, bits):
-    return llvm.load(ir.IntegerType.get_signless(bits), utils.getelementptr(pointer, [at], _i8()))
+def _at(pointer, offset):
+    return utils.getelementptr(pointer, [offset], _i8())
 
 
-def _load_two(pointer, at):
-    words = llvm.load(ir.VectorType.get((2,), i32_type()), utils.getelementptr(pointer, [at], _i8()), alignment=8)
+def _past(pointer, offset: int):
+    """A constant offset in a step of its own, which ends up in the instruction and in no register."""
+    return utils.getelementptr(pointer, [offset], _i8())
+
+
+def _load(pointer, bits):
+    return llvm.load(ir.IntegerType.get_signless(bits), pointer)
+
+
+def _load_two(pointer):
+    words = llvm.load(ir.VectorType.get((2,), i32_type()), pointer, alignment=8)
     return [vector.extract(words, [], ir.DenseI64ArrayAttr.get([i])) for i in range(2)]
 
 
-def _load_four(pointer, at):
-    words = llvm.load(ir.VectorType.get((4,), i32_type()), utils.getelementptr(pointer, [at], _i8()), alignment=16)
+def _load_four(pointer):
+    words = llvm.load(ir.VectorType.get((4,), i32_type()), pointer, alignment=16)
     return [vector.extract(words, [], ir.DenseI64ArrayAttr.get([i])) for i in range(4)]
 
 
-def _twice(half_word):
-    word = arith.extui(i32_type(), half_word)
+def _twice(word):
+    word = arith.extui(i32_type(), word) if _narrow(word) else word
     return permute(word, word, 0x1010)
 
 

@@ -142,8 +142,8 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
                     @pl.when(which == number)
                     def _():
                         rows.copy(
-                            s.raw_s, s.bias_s.at[lax.rem(i, 2)], page_refs[number], places, layouts[number],
-                            caches[number].page_size, decoded,
+                            s.raw_s, s.bias_s.at[lax.rem(i, 2)], page_refs[number], places, copied, lax.rem(i, 2),
+                            layouts[number], caches[number].page_size, decoded,
                         )  # fmt: skip
 
                 copied.arrive(lax.rem(i, 2))

@@ -1,11 +1,15 @@
 """Sparse decode on Hopper: parts of the lists on persistent thread blocks, and their combination.
 
-A warpgroup gathers the stored rows of a part with cp.async, 64 at a time. Two others attend to them, 128 at a time,
-with the tokens as rows of the products: scores are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums
-are V^T p^T, [256 values, heads] for each warpgroup's half of the values and both blocks. The left operands, K and V^T,
-are made in registers from the stored bytes (see `rows`), so that nothing converted goes through shared memory, and a
-call of 8 heads pays for 8. Where a row of the schedule has one part, it is finished here; the others leave normalised
-parts in float32 and their log-sum-exps, which a second kernel combines.
+A warpgroup gathers the stored rows of a part, 64 at a time, each row copied in one piece, asks L2 for the rows after
+those, and hands a block on with its scales brought to the form that the others read. Two warpgroups attend to 128 rows
+at a time (four to 256 where there are few heads, whose sums are small), with the tokens as rows of the products: scores
+are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are V^T p^T, [512 / warpgroups values, heads] for
+each warpgroup's share of the values and all blocks. The left operands, K and V^T, are made in registers from the stored
+bytes (see `rows`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The bytes of
+the next operand are loaded before this one is converted, and the ways of reading a block part in front of its products,
+not between them: two warps a scheduler hide little, and a branch ends what the assembler may move. Where a row of the
+schedule has one part, it is finished here; the others leave normalised parts in float32 and their log-sum-exps, which a
+second kernel combines.
 """
 
 import dataclasses
@@ -21,7 +25,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_decode import lanes, merge, planning, rows
-from pallas_kernels.sparse_decode.lanes import MATH, PER_HEAD, PER_TOKEN, VALUES
+from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
 
 BLOCK = planning.BLOCK
 _LOG2E = math.log2(math.e)
@@ -30,38 +34,58 @@ _SHARED = 221 * 1024  # bytes of shared memory of a thread block, less what barr
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """Registers of a thread of the arithmetic and of the gathering warpgroups, and the most blocks in the ring."""
+    """Warpgroups of arithmetic, registers of their threads and of those that gather, the most blocks in the ring."""
 
+    warpgroups: int = 2
     math: int = 232
     gather: int = 40
     stages: int = 8
 
     def __post_init__(self):
+        if self.warpgroups not in (2, 4):
+            raise ValueError(f"{self}: two or four warpgroups share the 512 values.")
         if any(n % 8 or not 24 <= n <= 240 for n in (self.math, self.gather)):
             raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 240.")
-        if (
-            MATH * self.math + self.gather > 3 * 168
-        ):  # more than a thread block starts with would be waited for, for ever
-            raise ValueError(f"{self}: two threads of arithmetic and one that gathers have 504 registers together.")
-        if self.stages < 2:
-            raise ValueError(f"{self}: two blocks are attended to at once; stages must be at least 2.")
+        # What a thread block starts with, 64k registers dealt out in eights: more would be waited for, for ever.
+        there = (self.warpgroups + 1) * (512 // (self.warpgroups + 1) // 8 * 8)
+        if self.warpgroups * self.math + self.gather > there:
+            raise ValueError(
+                f"{self}: a thread of each of {self.warpgroups} warpgroups and one that gathers have {there} registers."
+            )
+        if self.stages < self.warpgroups:
+            raise ValueError(f"{self}: {self.warpgroups} blocks are attended to at once; stages must be at least that.")
 
 
 CONFIG = TuningConfig()
+FEW = TuningConfig(warpgroups=4, math=112, gather=32)  # up to 16 heads, whose sums are small
+_FEW_HEADS = 16
+
+
+def arrangement(heads: int, width: int, layouts) -> tuple[int, TuningConfig]:
+    """Thread blocks among which the heads of a row are divided, and their configuration.
+
+    As few as `planning.head_groups`, unless rows are so long (bf16 of 576) that 64 heads' queries leave no room for two
+    blocks of them.
+    """
+    groups = planning.head_groups(heads)
+    while True:
+        used = heads // groups
+        for config in (FEW, CONFIG) if used <= _FEW_HEADS else (CONFIG,):
+            if stages_of(used, width, layouts, config) >= config.warpgroups:
+                return groups, config
+        groups += 1
+        while heads // 8 % groups:
+            groups += 1
 
 
 def sparse_decode(
     q, caches, lists, *, topk_lengths, sink, scale, v_width, num_splits=None, split_size=None, schedule=None,
-    p_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16, config=CONFIG,
+    p_dtype=jnp.bfloat16, out_dtype=jnp.bfloat16,
 ):  # fmt: skip
     """See `pallas_kernels.sparse_decode.sparse_decode`. bf16 queries, values of 512, float32 sums; 8 to 128 heads."""
     require(q, caches, lists, scale, v_width, p_dtype, out_dtype)
-    if stages_of(heads_of_block(q.shape[2]), q.shape[3], [rows.staged(cache.format) for cache in caches], config) < 2:
-        raise NotImplementedError(
-            f"two blocks of 64 rows of {q.shape[3]} bf16 values and {q.shape[2]} queries do not fit."
-        )
     return decode(
-        functools.partial(attend, config=config), q, caches, lists, topk_lengths=topk_lengths, sink=sink, scale=scale,
+        attend, q, caches, lists, topk_lengths=topk_lengths, sink=sink, scale=scale,
         num_splits=num_splits, split_size=split_size, schedule=schedule, out_dtype=out_dtype,
     )  # fmt: skip
 
@@ -119,29 +143,26 @@ def require(q, caches, lists, scale, v_width, p_dtype, out_dtype, family="sm90")
             raise NotImplementedError(f"the {family} kernel counts slots and list entries in 31 bits.")
 
 
-def heads_of_block(heads: int) -> int:
-    """Heads of a thread block: a multiple of 8, up to 64."""
-    return heads // planning.head_groups(heads)
-
-
 def stages_of(heads, width, layouts, config):
     row_bytes = max(layout.stride for layout in layouts)
     groups = max(layout.groups for layout in layouts)
     each = BLOCK * (row_bytes + 2 * groups + 4) + 16
-    fixed = heads * (2 * width + MATH * BLOCK * 2 + 8 + 32)
+    fixed = heads * (2 * width + config.warpgroups * (2 * BLOCK + 16) + 24)
     return min(config.stages, (_SHARED - fixed) // each)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype", "config"))
-def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype, config=CONFIG):
+@functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype"))
+def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype):
     """q [T * H, D], lists [T, K] and counts [T] of each cache, sink [H] -> out [T * H, 512], lse [T * H]."""
     total, width = q.shape[0] // heads, q.shape[1]
-    groups, used = planning.head_groups(heads), heads_of_block(heads)
     threads = schedule.first.shape[0] - 1
     many = len(caches)
     layouts = tuple(rows.staged(cache.format) for cache in caches)
+    groups, config = arrangement(heads, width, layouts)
+    used = heads // groups
     widths, limits = [each.shape[1] for each in lists], [cache.num_slots for cache in caches]
-    stages = max(2, stages_of(used, width, layouts, config))
+    stages, math = stages_of(used, width, layouts, config), config.warpgroups
+    parts_of_values = VALUES // 128 // math
     chunks = width // 64
     interpreted = mosaic.is_interpreted()
     parts = max(schedule.parts, 1)
@@ -151,21 +172,22 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
         "scale": plgpu.SMEM((stages, BLOCK * max(1, *[layout.groups for layout in layouts])), jnp.bfloat16),
         "odd": plgpu.SMEM((stages, 4), jnp.int32),
         "bias": plgpu.SMEM((stages, BLOCK), jnp.float32),
-        "p": plgpu.SMEM((MATH, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
-        "high": lanes.Maxima.scratch(used),
-        "sums": plgpu.SMEM((8, used), jnp.float32),
+        "p": plgpu.SMEM((math, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
+        "high": lanes.Maxima.scratch(used, math),
+        "sums": plgpu.SMEM((4 * math, used), jnp.float32),
         "full": plgpu.Barrier(num_barriers=stages) if interpreted else plgpu.SMEM((2 * stages,), jnp.int32),
-        "empty": plgpu.Barrier(num_arrivals=MATH, num_barriers=stages),
-        "scored": plgpu.Barrier(num_arrivals=MATH),
-        "weighed": plgpu.Barrier(num_arrivals=MATH),
-        "ready": plgpu.Barrier(num_arrivals=MATH),
-        "started": plgpu.Barrier(num_arrivals=MATH + 1),
+        "prepared": plgpu.Barrier(num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=math, num_barriers=stages),
+        "scored": plgpu.Barrier(num_arrivals=math),
+        "weighed": plgpu.Barrier(num_arrivals=math),
+        "ready": plgpu.Barrier(num_arrivals=math),
+        "started": plgpu.Barrier(num_arrivals=math + 1),
     }
     if interpreted:  # whose wgmma takes no operand in registers
         scratch["raw"] = plgpu.SMEM((stages, 16), jnp.uint8)
         scratch["decoded"] = plgpu.SMEM((stages, BLOCK, width), jnp.bfloat16)
-        scratch["k"] = plgpu.SMEM((MATH, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
-        scratch["v"] = plgpu.SMEM((MATH, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
+        scratch["k"] = plgpu.SMEM((math, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
+        scratch["v"] = plgpu.SMEM((math, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
 
     def body(q_ref, *refs):
         page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
@@ -191,10 +213,27 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
         def list_of(block, tiles):
             return jnp.int32(0) if many == 1 else jnp.where(block < tiles[0], 0, 1)
 
+        def stored(slot):
+            return at["raw"].at[slot], at["scale"].at[slot], at["odd"].at[slot]
+
+        def by_list(which, function):
+            if many == 1:
+                function(0)
+            else:
+                for number in range(many):
+                    pl.when(which == number)(functools.partial(function, number))
+
         def produce():
             plgpu.set_max_registers(config.gather, action="decrease")
 
-            def segment(i, position):
+            def prepare(position, which):
+                """Of a block that was begun: waits until it is there, and hands it on."""
+                slot = lax.rem(position, stages)
+                full.wait(slot, position // stages)
+                rows.prepare(*stored(slot), which, layouts)
+                plgpu.barrier_arrive(at["prepared"].at[slot])
+
+            def segment(i, state):
                 row, _, seen, tiles, begin, stop, end = place(i)
 
                 def look_up(block):
@@ -209,32 +248,36 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                     return gather.look_up(list_refs, limits, which + 1, row * k + start, count), which
 
                 def fill(j, state):
-                    places, which, position = state
+                    places, which, position, last = state
                     following = look_up(j + 1)
                     slot = lax.rem(position, stages)
+                    again = position >= stages
 
-                    @pl.when(position >= stages)
+                    @pl.when(again)  # the block before this one first: who frees the slot may need it
                     def _():
+                        prepare(position - 1, last)
                         plgpu.barrier_wait(at["empty"].at[slot])
 
                     def copy(number):
                         decoded = at["decoded"].at[slot] if interpreted else None
                         rows.copy(
-                            at["raw"].at[slot], at["bias"].at[slot], page_refs[number], places, layouts[number],
-                            caches[number].page_size, decoded,
+                            at["raw"].at[slot], at["bias"].at[slot], page_refs[number], places, full, slot,
+                            layouts[number], caches[number].page_size, decoded,
                         )  # fmt: skip
 
-                    if many == 1:
-                        copy(0)
-                    else:
-                        for number in range(many):
-                            pl.when(which == number)(functools.partial(copy, number))
+                    def fetch_ahead(number):
+                        rows.fetch_ahead(page_refs[number], following[0], layouts[number], caches[number].page_size)
+
+                    by_list(which, copy)
                     full.arrive(slot)
-                    return *following, position + 1
+                    by_list(following[1], fetch_ahead)
+                    pl.when((position > 0) & ~again)(lambda: prepare(position - 1, last))
+                    return *following, position + 1, which
 
-                return lax.fori_loop(begin, end, fill, (*look_up(begin), position))[2]
+                return lax.fori_loop(begin, end, fill, (*look_up(begin), *state))[2:]
 
-            position = every_segment(segment, jnp.int32(0))
+            position, last = every_segment(segment, (jnp.int32(0), jnp.int32(0)))
+            pl.when(position > 0)(lambda: prepare(position - 1, last))
 
             def see_used(i, _):
                 plgpu.barrier_wait(at["empty"].at[lax.rem(i, stages)])
@@ -257,91 +300,118 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
                 plgpu.barrier_arrive(at[barrier])
                 plgpu.barrier_wait(at[barrier])
 
-            def block_of(position):
-                slot = lax.rem(position, stages)
-                decoded = at["decoded"].at[slot] if interpreted else None
-                return slot, (at["raw"].at[slot], at["scale"].at[slot], at["odd"].at[slot]), decoded
+            def read_as(slot, which, function):
+                """What `function` gives for the way in which the rows of a block are read."""
+                ways = rows.readings(layouts)
+                if interpreted or len(ways) == 1:
+                    return function(ways[0])
+                number = rows.reading_of(at["odd"].at[slot], which, layouts)
+                return lax.switch(number, [functools.partial(function, way) for way in ways])
 
             def score(position, which):
-                slot, block, decoded = block_of(position)
-                full.wait(slot, position // stages)
-                rows.prepare(*block, which, layouts)
-                plgpu.commit_smem()
+                slot = lax.rem(position, stages)
+                raw, scales, _ = stored(slot)
+                decoded = at["decoded"].at[slot] if interpreted else None
+                plgpu.barrier_wait(at["prepared"].at[slot])
 
-                def products(acc):
-                    for chunk in range(chunks):
-                        left = rows.key_fragment(*block, which, chunk, layouts, decoded)
-                        multiply(acc, left, at["q"].at[rows.fresh_zero(), :, pl.ds(64 * chunk, 64)].T, "k")
-                    return acc[...]
+                def products(way):
+                    def of(acc):
+                        following = rows.load_keys(raw, scales, 0, way, decoded)
+                        for chunk in range(chunks):
+                            words = following
+                            if chunk + 1 < chunks:
+                                following = rows.load_keys(raw, scales, chunk + 1, way, decoded)
+                            left = rows.key_fragment(words, chunk, way)
+                            multiply(acc, left, at["q"].at[rows.fresh_zero(), :, pl.ds(64 * chunk, 64)].T, "k")
+                        return acc[...]
 
-                s = pl.run_scoped(products, plgpu.ACC((BLOCK, used), jnp.float32))
-                bias = plgpu.load(at["bias"].at[slot], layout=PER_TOKEN)
-                return s * (scale * _LOG2E * up(which)) + lax.broadcast_in_dim(bias, s.shape, [0])
+                    return pl.run_scoped(of, plgpu.ACC((BLOCK, used), jnp.float32))
+
+                factor = jnp.float32(scale * _LOG2E * up(which))
+                return lanes.scores(read_as(slot, which, products), factor, at["bias"].at[slot])
 
             def up(which):
                 ups = [2.0**layout.down for layout in layouts]
                 return ups[0] if len(set(ups)) == 1 else jnp.where(which == 0, ups[0], ups[1])
 
             def add_values(position, which, number, accs):
-                slot, block, decoded = block_of(position)
+                slot = lax.rem(position, stages)
+                raw, scales, _ = stored(slot)
+                decoded = at["decoded"].at[slot] if interpreted else None
 
                 @pl.when(number != wg)
                 def _():
-                    full.wait(slot, position // stages)
+                    plgpu.barrier_wait(at["prepared"].at[slot])
 
-                def products(*accs):
-                    for half in range(2):
-                        for i, acc in enumerate(accs):
-                            left = rows.value_fragment(
-                                *block, which, 2 * wg + i, half, layouts, decoded, may_be_tail=i > 0
-                            )
-                            multiply(acc, left, at["p"].at[number, half].T, "v")
+                def products(way):
+                    pieces = [(half, i) for half in range(2) for i in range(parts_of_values)]
 
-                accs = mosaic.accumulate(products, accs)
-                plgpu.barrier_arrive(at["empty"].at[slot])
-                return accs
+                    def load(half, i):
+                        part, last = parts_of_values * wg + i, i + 1 == parts_of_values
+                        return rows.load_values(raw, scales, part, half, way, decoded, may_be_tail=last)
+
+                    def of(*accs):
+                        following = load(*pieces[0])
+                        for n, (half, i) in enumerate(pieces):
+                            words = following
+                            if n + 1 < len(pieces):
+                                following = load(*pieces[n + 1])
+                            else:  # the last of the block has been read
+                                plgpu.barrier_arrive(at["empty"].at[slot])
+                            part, last = parts_of_values * wg + i, i + 1 == parts_of_values
+                            left = rows.value_fragment(words, part, half, way, may_be_tail=last)
+                            multiply(accs[i], left, at["p"].at[number, half].T, "v")
+
+                    return mosaic.accumulate(of, accs)
+
+                return read_as(slot, which, products)
 
             def segment(i, state):
                 position, turn = state
                 row, part, _, tiles, begin, _, end = place(i)
-                lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg)
+                lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg, math)
                 pl.when(wg == 0)(functools.partial(maxima.reset, turn))
-                plgpu.commit_smem()
+                mosaic.fence_proxies()
                 both("ready")
 
-                def pair(j, state):
+                def take_turn(j, state):
                     accs, sums, turn = state
-                    own = 2 * j + wg
+                    own = math * j + wg
                     which = list_of(begin + own, tiles)
                     nothing = plgpu.layout_cast(jnp.full((BLOCK, used), -jnp.inf, jnp.float32), lanes.WGMMA)
                     there = (begin + own < end).astype(jnp.int32)
                     s = lax.fori_loop(0, there, lambda _, s: score(position + own, which), nothing)
                     maxima.offer(s, turn, wg)
                     both("scored")
-                    before, high = maxima.read(turn)
                     pl.when(wg == 0)(functools.partial(maxima.pass_on, turn))
-                    shrink = jnp.exp2(before - high)
-                    accs = [acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) for acc in accs]
+
+                    def shrunk():
+                        high = maxima.read(turn)
+                        shrink = jnp.exp2(maxima.before(turn) - high)
+                        return [acc * lax.broadcast_in_dim(shrink, acc.shape, [1]) for acc in accs], high
+
+                    accs, high = lax.cond(maxima.moved(turn) != 0, shrunk, lambda: (accs, maxima.before(turn)))
                     p = jnp.exp2(s - lax.broadcast_in_dim(high, s.shape, [1]))
                     sums = maxima.add(sums, p, turn)
                     lanes.write_probabilities(at["p"].at[wg], p * up(which))
-                    plgpu.commit_smem()
+                    mosaic.fence_proxies()
                     both("weighed")
 
                     def values(number, accs):
-                        block = 2 * j + number
+                        block = math * j + number
                         return add_values(position + block, list_of(begin + block, tiles), number, accs)
 
-                    accs = lax.fori_loop(0, jnp.minimum(2, end - begin - 2 * j), values, accs)
+                    accs = lax.fori_loop(0, jnp.minimum(math, end - begin - math * j), values, accs)
                     return accs, sums, turn + 1
 
-                accs = [plgpu.layout_cast(jnp.zeros((128, used), jnp.float32), lanes.WGMMA) for _ in range(2)]
+                zeros = plgpu.layout_cast(jnp.zeros((128, used), jnp.float32), lanes.WGMMA)
+                accs = [zeros] * parts_of_values
                 sums = plgpu.layout_cast(jnp.zeros((256,), jnp.float32), lanes.LANE_SUMS)
-                pairs = (end - begin + 1) // 2
-                accs, sums, turn = lax.fori_loop(0, pairs, pair, (accs, sums, turn))
+                turns = (end - begin + math - 1) // math
+                accs, sums, turn = lax.fori_loop(0, turns, take_turn, (accs, sums, turn))
                 lanes.offer_sums(sums, at["sums"], wg)
                 both("ready")
-                high, _ = maxima.read(turn)
+                high = maxima.before(turn)
                 finish(row, part, accs, high, lanes.read_sums(at["sums"]))
                 return position + end - begin, turn + 1  # the other warpgroup may still read this turn's maxima
 
@@ -372,10 +442,10 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
 
             every_segment(segment, (jnp.int32(0), jnp.int32(0)))
 
-        pl.when(wg == MATH)(full.initialise)
+        pl.when(wg == math)(full.initialise)
         plgpu.barrier_arrive(at["started"])
         plgpu.barrier_wait(at["started"])
-        lax.cond(wg == MATH, produce, attend_to)
+        lax.cond(wg == math, produce, attend_to)
 
     out, lse, outs, lses = plgpu.kernel(
         body,
@@ -387,7 +457,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype,
         ),
         grid=(threads, groups),
         grid_names=("thread", "group"),
-        num_threads=MATH + 1,
+        num_threads=math + 1,
         thread_name="wg",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
