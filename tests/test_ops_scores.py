@@ -28,6 +28,7 @@ from pallas_kernels import (
     make_indexer_schedule,
     make_select_schedule,
     paged_indexer_logits,
+    platform,
     ragged_candidate_logits,
     select,
     top_k,
@@ -474,6 +475,23 @@ def test_candidate_blocks_come_from_the_same_scores():
         chosen.candidate_blocks, candidate_blocks(scores, arguments["context_lens"], 3, 8)
     )
     np.testing.assert_array_equal(chosen.topk_indices, top_k(scores, 5, lengths=arguments["context_lens"])[0])
+
+
+def test_a_selection_takes_as_many_rows_and_requests_at_once_as_its_budget_allows(monkeypatch):
+    """Over 131,072 positions 42 rows fit in the 64 MiB of the references: 200 rows of one request make 5 blocks, and 128
+    requests of one row 4 groups of 32. A GPU with kernels takes either at once."""
+
+    def parts(batch, rows):
+        lengths, table = abstract((batch, rows), jnp.int32), abstract((batch, 2048), jnp.int32)
+        keys = jax.eval_shape(lambda: PagedRows.zeros(IndexMXFP4(128), 2048, 64))
+        found = jax.eval_shape(
+            lambda *arrays: make_select_schedule(*arrays, 32, implementation="interpret_sm90"), lengths, table, keys
+        )
+        return {leaf.shape[:2] for leaf in jax.tree.leaves(found)}
+
+    assert parts(1, 200) == {(1, 5)} and parts(128, 1) == {(4, 1)}
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    assert parts(1, 200) == parts(128, 1) == {(1, 1)}
 
 
 @pytest.mark.parametrize("with_candidates", [False, True], ids=["dense", "candidates"])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels import blocks, checks
+from pallas_kernels import blocks, checks, platform
 from pallas_kernels.candidate_logits import Candidates, candidate_logits, candidate_positions, make_candidate_schedule
 from pallas_kernels.indexer_logits import check_paged, make_indexer_schedule, paged_indexer_logits
 from pallas_kernels.records import PagedRows
@@ -45,7 +45,7 @@ def select(
     candidate_block_size: int | None = None,
     rounding: Any = None,
     return_scores: bool = False,
-    byte_budget: int = blocks.BUDGET,
+    byte_budget: int | None = None,
     schedule: Any = None,
     implementation: str | None = None,
 ) -> Selection:
@@ -53,14 +53,16 @@ def select(
 
     With `candidates` only their blocks are scored. With `candidate_topk_blocks` and `candidate_block_size` the row's
     own candidate blocks are chosen from the same scores as well. `byte_budget` bounds the score arrays (at least one
-    row is scored at a time); the result does not depend on it. schedule: of `make_select_schedule` for the same lengths,
-    table, candidates and budget, made once per step; None makes it here. Ties and masks as in top_k, scores as in
-    indexer_logits; `implementation` names that of the two operations inside. `return_scores` adds what `merge_top_k`
-    takes where `keys` are one of several shards: scores, and of blocks the highest of their visible positions.
+    row is scored at a time; default 64 MiB, 512 MiB on a GPU with kernels); the result does not depend on it. schedule:
+    of `make_select_schedule` for the same lengths, table, candidates and budget, made once per step; None makes it here.
+    Ties and masks as in top_k, scores as in indexer_logits; `implementation` names that of the two operations inside.
+    `return_scores` adds what `merge_top_k` takes where `keys` are one of several shards: scores, and of blocks the
+    highest of their visible positions.
     """
     sizes = {}
     check_paged(q, keys, weights, context_lens, block_table, rounding, sizes)
     checks.positive("k", k)
+    byte_budget = _budget() if byte_budget is None else byte_budget
     checks.positive("byte_budget", byte_budget)
     if (candidate_topk_blocks is None) != (candidate_block_size is None):
         raise ValueError(
@@ -114,7 +116,7 @@ def make_select_schedule(
     heads: int,
     *,
     candidates: Candidates | None = None,
-    byte_budget: int = blocks.BUDGET,
+    byte_budget: int | None = None,
     implementation: str | None = None,
 ) -> Any:
     """The schedules of all kernels that one `select` runs, for all layers of a step that call it with the same lengths,
@@ -125,6 +127,7 @@ def make_select_schedule(
     checks.shape("context_lens", context_lens, "B N", sizes)
     checks.shape("block_table", block_table, "B M", sizes)
     checks.positive("heads", heads)
+    byte_budget = _budget() if byte_budget is None else byte_budget
     checks.positive("byte_budget", byte_budget)
 
     def make(table, rows):
@@ -140,12 +143,19 @@ def make_select_schedule(
     return _each(lambda group: _each(lambda block: make(group[0], block), group[1]), (tables, rows))
 
 
+def _budget() -> int:
+    """Bytes of scores at once. Kernels take more rows for less: fewer calls, and top-k with enough rows for all
+    multiprocessors."""
+    return blocks.BUDGET if platform.kernel_name() is None else 8 * blocks.BUDGET
+
+
 COPIES = 3  # scores, the keys that top_k makes of them, and what is being written while they are read
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blocking:
-    """How a call is cut for its budget: into `groups` of requests, and the rows of each into `blocks` of `rows`."""
+    """How a call is cut for its budget: into equal `groups` of as many requests as it allows, and the rows of each into
+    `blocks` of `rows`."""
 
     groups: int
     blocks: int
@@ -160,9 +170,9 @@ class _Blocking:
         else:
             width = candidates.blocks.shape[-1] * candidates.block_size
         rows = max(1, byte_budget // (COPIES * 4 * max(1, width)))
-        groups, rows = (1, rows // batch) if rows >= batch else (batch, rows)
-        rows = max(1, min(rows, total))
-        return cls(groups, max(1, -(-total // rows)), rows, total)
+        together = max((n for n in range(1, min(batch, rows) + 1) if batch % n == 0), default=1)
+        rows = max(1, min(rows // together, total))
+        return cls(max(1, batch // together), max(1, -(-total // rows)), rows, total)
 
     def split_tables(self, table):
         """[B, M] -> [groups, B / groups, M]"""
