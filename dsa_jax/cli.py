@@ -32,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError) as problem:
         print(f"dsa-jax: {problem}", file=sys.stderr)
         return REFUSED
+    except RuntimeError as problem:
+        if type(problem) is not RuntimeError:  # jax's own errors are subclasses, and no sentences
+            raise
+        print(f"dsa-jax: {problem}", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         return 130
 
@@ -76,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--tp", type=int, default=1, help="devices that heads, vocabulary and experts are divided over")
     generate.add_argument("--cp", type=int, default=1, help="devices that the caches are divided over, by context")
     generate.add_argument("--ep", type=int, default=1, help="further division of the experts: tp x cp x ep devices together")
+    generate.add_argument(
+        "--engram-tables", choices=("device", "host"), default="device", help="where the Engram tables of V4.1 are kept"
+    )
     generate.add_argument("--every", type=int, default=8, help="decode steps in one compiled call")
 
     inspect = command("inspect", _inspect, "What a checkpoint holds and needs, from its headers and config alone.")
@@ -159,7 +167,10 @@ def _generate(arguments: argparse.Namespace) -> int:
     sampling = Sampling.of(1, **{name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "seed")})
     options = {"stop_ids": arguments.stop, "every": arguments.every}
     mesh = _mesh(tp=arguments.tp, cp=arguments.cp, ep=arguments.ep)
-    lm = load_model(arguments.checkpoint, arguments.mode, implementation=arguments.implementation, mesh=mesh)
+    lm = load_model(
+        arguments.checkpoint, arguments.mode, implementation=arguments.implementation, mesh=mesh,
+        engram_tables=arguments.engram_tables,
+    )  # fmt: skip
     return _write_tokens(lm, arguments.checkpoint, tokens, arguments.max_new_tokens, sampling, **options)
 
 
@@ -303,7 +314,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from dsa_jax import doctor
 
     problems = 0
-    for finding in tqdm(doctor.findings(), desc="doctor", unit="check", leave=False):
+    for finding in tqdm(doctor.findings(), desc="doctor", unit="check", leave=False, disable=None):
         tqdm.write(finding.line())
         problems += finding.ok is False
     return 1 if problems else 0

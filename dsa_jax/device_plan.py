@@ -33,13 +33,15 @@ class Share:
 class DevicePlan:
     """A model on `devices` devices of `memory` bytes each: mesh axis -> size, and what each device holds.
 
-    problems: why no mesh of so many devices carries the model, in sentences; shares are then empty.
+    host: bytes of Engram tables that stay in the host's memory, 0 where they are on the devices. problems: why no mesh of so
+    many devices carries the model, in sentences; shares are then empty.
     """
 
     devices: int
     memory: int
     mesh: dict[str, int]
     shares: tuple[Share, ...]
+    host: int
     problems: tuple[str, ...]
 
     @property
@@ -58,12 +60,14 @@ class DevicePlan:
             return f"No mesh of {self.devices} devices carries this model:" + "".join(f"\n  - {p}" for p in self.problems)
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         if self.fits:
-            return f"Fits: mesh {axes}; {human(self.memory - self.total)} of each device are left."
+            tables = f", Engram tables of {human(self.host)} in host memory (engram_tables=host)" if self.host else ""
+            return f"Fits: mesh {axes}{tables}; {human(self.memory - self.total)} of each device are left."
         largest = sorted(self.shares, key=lambda share: -share.nbytes)[:LARGEST_NAMED]
         listed = ", ".join(f"{share.part} {human(share.nbytes)} ({share.divided})" for share in largest)
         return (
-            f"Does not fit: a device of mesh {axes} would hold {human(self.total)} and has {human(self.memory)}. Largest: "
-            f"{listed}. Take more devices, a shorter context or a smaller batch."
+            f"Does not fit{', not even with Engram tables in host memory' if self.host else ''}: a device of mesh {axes} would "
+            f"hold {human(self.total)} and has {human(self.memory)}. Largest: {listed}. Take more devices, a shorter context "
+            "or a smaller batch."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -78,27 +82,30 @@ def plan_devices(
     of `memory` bytes.
 
     Of the meshes that carry the model it takes the least cp that fits, then the largest tp that divides heads and tiles,
-    and leaves the rest of the devices to ep; where none fits, the one with the fewest bytes on a device. Beside weights and
-    caches a device needs what a step works in: the engine's budget for prefill is counted. ValueError for less than one
-    device.
+    and leaves the rest of the devices to ep. Where none fits, Engram tables stay in host memory; where that is not enough, it
+    is the mesh with the fewest bytes on a device. Beside weights and caches a device needs what a step works in: the
+    engine's budget for prefill is counted. ValueError for less than one device.
     """
     if devices < 1 or memory < 1:
         raise ValueError(f"{devices} devices of {memory} bytes: both must be at least 1.")
     kinds = _kinds(tensors)
     shapes = {kind.path: kind.shape for kind in kinds}
-    plans, problems = [], []
+    meshes, problems = [], []
     for cp, tp in itertools.product(range(1, devices + 1), range(devices, 0, -1)):
-        if devices % (cp * tp):
-            continue
-        sizes = {"ep": devices // (cp * tp), "tp": tp, "cp": cp}
-        problems = sharding.problems_of(config, shapes, sizes)
-        if problems:
-            continue
-        plans.append(DevicePlan(devices, memory, sizes, _shares(kinds, cache, sizes), ()))
+        if devices % (cp * tp) == 0:
+            sizes = {"ep": devices // (cp * tp), "tp": tp, "cp": cp}
+            problems = sharding.problems_of(config, shapes, sizes)
+            meshes += [] if problems else [sizes]
+    if not meshes:
+        return DevicePlan(devices, memory, {}, (), 0, tuple(problems))
+    without = [kind for kind in kinds if "table_rows" not in sharding.logical_axes(kind.path)]
+    tables = sum(kind.nbytes for kind in kinds) - sum(kind.nbytes for kind in without)
+    plans = []
+    places = [(kinds, 0), (without, tables)] if tables else [(kinds, 0)]
+    for (placed, host), sizes in itertools.product(places, meshes):
+        plans.append(DevicePlan(devices, memory, sizes, _shares(placed, cache, sizes), host, ()))
         if plans[-1].fits:
             return plans[-1]
-    if not plans:
-        return DevicePlan(devices, memory, {}, (), tuple(problems))
     return min(plans, key=lambda plan: plan.total)
 
 

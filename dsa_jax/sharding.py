@@ -164,15 +164,18 @@ def inside(bounds: Bounds, shape: tuple[int, ...]) -> tuple[slice, ...]:
 def place_one(path: str, shape: tuple[int, ...], dtype: Any, read: Read, mesh: Mesh) -> jax.Array:
     """One parameter on the mesh. `read(index, out)` writes a part of it into an array, once for each part that this
     process's devices hold; no more than one part is held on the host at a time."""
-    buffers = []
-    for bounds, devices in own_parts(path, shape, mesh).items():
+
+    def part(bounds, devices):  # a function, so that its array is gone before the next part's is made
         index = inside(bounds, shape)
         sizes = tuple(end - first for first, end in bounds)
         held = tuple(cut.stop - cut.start for cut in index)
         host = np.empty(sizes, dtype) if held == sizes else np.zeros(sizes, dtype)
         read(index, host[(*(slice(size) for size in held), ...)])
-        buffers += [jax.device_put(host, device) for device in devices]
-        jax.block_until_ready(buffers)  # else copies under way would pile up in host memory
+        # Copies under way would pile up in host memory.
+        return jax.block_until_ready([jax.device_put(host, device) for device in devices])
+
+    parts = own_parts(path, shape, mesh)
+    buffers = [buffer for bounds, devices in parts.items() for buffer in part(bounds, devices)]
     full = placed_shape(path, shape, mesh.shape)
     return jax.make_array_from_single_device_arrays(full, NamedSharding(mesh, spec_of(path)), buffers, dtype=dtype)
 

@@ -153,6 +153,21 @@ def compare(wanted: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> floa
     return float(np.abs(wanted["logits"] - found["logits"]).max())
 
 
+def check_tables_on_host(one: LanguageModel, host: LanguageModel) -> None:
+    """Engram tables that stay on the host of a mesh change nothing, and are no parameters."""
+    assert {name for name in one.parameters() if name not in host.parameters()} == {
+        f"layers.{layer}.engram.embed.{kind}" for layer in one.config.engram_layer_ids for kind in ("weight", "scale")
+    }
+    tokens = np.random.default_rng(5).integers(9, 59, (2, 24)).astype(np.int32)
+    found = []
+    for lm in (one, host):
+        logits, _, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 11], np.int32))
+        ids = {name: whole(x) for name, x in taps.items() if name.endswith("engram_hash_ids")}
+        found.append(ids | {"logits": whole(logits)})
+    assert len(found[0]) == 1 + len(one.config.engram_layer_ids)
+    print(f"tables on the host: logits agree to {compare(*found):.1e}", flush=True)
+
+
 def check_load(family: str) -> None:
     """A checkpoint on four devices: every part has the file's bytes, and no process reads what its devices do not hold."""
     devices = jax.devices()[::2] if jax.process_count() > 1 else jax.devices()[:4]
@@ -166,7 +181,9 @@ def check_load(family: str) -> None:
         everything = sum(copied)
         copied.clear()
         lm = load_model(directory, progress=False, mesh=mesh)
-    load._read = read
+        load._read = read
+        if family == "v41" and jax.process_count() == 1:
+            check_tables_on_host(one, load_model(directory, progress=False, mesh=mesh, engram_tables="host"))
     held = 0
     for name, wanted in one.parameters().items():
         found, wanted = lm.parameter(name), np.asarray(wanted)

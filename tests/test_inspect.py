@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -160,6 +161,20 @@ def test_official_checkpoint_is_inspected(official_report):
         line.split() == ["layer", "20", "1", "full", "20", "20", "makes", "-", "-", "160000", "x16"] for line in lines
     )
     assert json.loads(json.dumps(report.as_dict()))["total_bytes"] == OFFICIAL_BYTES
+
+
+def test_official_checkpoint_is_planned_for_devices_in_seconds(official_folder):
+    """From the headers of files that hold nothing: 475 GiB on eight devices, and on four with the tables on the host."""
+    begun = time.process_time()
+    with without_checks():
+        eight = inspect_checkpoint(official_folder, context=131072, batch=8, devices=8).device_plan
+        four = inspect_checkpoint(official_folder, context=131072, batch=8, devices=4).device_plan
+    assert time.process_time() - begun < 30  # seconds of one core for two reports
+    assert eight.mesh == {"ep": 1, "tp": 8, "cp": 1} and eight.fits and eight.host == 0
+    assert four.mesh == {"ep": 1, "tp": 4, "cp": 1} and four.fits and four.host > 180 * GIB
+    (experts,) = (share.nbytes for share in eight.shares if share.part == "experts")
+    assert experts == 40 * 384 * (3 * 2304 * 5120 // 2 + 3 * 2304 * 5120 // 32) // 8
+    assert eight.total < 80 * GIB
 
 
 def test_official_checkpoint_is_planned(official_folder, tensors):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
@@ -26,7 +27,8 @@ from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.device_plan import GIB, plan_devices
 from dsa_jax.families import family_of
 from dsa_jax.inventory import inventory_of
-from dsa_jax.loading import abstract_parameters
+from dsa_jax.layers.engram import HostTable, Table
+from dsa_jax.loading import abstract_parameters, load_model
 from dsa_jax.numerics import numerics
 
 HERE = Path(__file__).parent
@@ -174,6 +176,50 @@ def test_pages_of_a_divided_cache_hold_whole_groups_on_every_device(module, unit
                 family.new_cache(config, numerics("bf16"), 1, 64, CacheSizes(page_tokens=tokens))
 
 
+# ---------------------------------------------------------------- tables on the host
+
+
+def test_a_table_on_the_host_gives_the_rows_of_one_on_the_device():
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((50, 64)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.integers(120, 134, (50, 2)).astype(np.uint8)
+    device = Table(50, 64)
+    device.weight[...], device.scale[...] = jnp.asarray(weight), jnp.asarray(scale)
+    ids = jnp.asarray(np.concatenate([[-1, 50, 2**31 - 1], rng.integers(0, 50, 21)]).reshape(2, 4, 3), jnp.int32)
+    for mode in ("f32", "bf16"):
+        wanted = device(ids, numerics(mode))
+        found = jax.jit(lambda ids, mode=mode: HostTable(weight, scale)(ids, numerics(mode)))(ids)
+        assert found.dtype == wanted.dtype and np.abs(np.asarray(wanted, np.float32)).max() > 1
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+def is_mapped(array):
+    """Whether an array's bytes are those of a mapped file."""
+    while array is not None and not isinstance(array, np.memmap):
+        array = getattr(array, "base", None)
+    return array is not None
+
+
+def test_a_checkpoint_whose_tables_stay_in_their_files(tmp_path):
+    write_demo_checkpoint(tmp_path / "v41")
+    lm = load_model(tmp_path / "v41", progress=False)
+    host = load_model(tmp_path / "v41", progress=False, engram_tables="host")
+    gone = sorted(set(lm.parameters()) - set(host.parameters()))
+    assert gone == sorted(f"layers.{n}.engram.embed.{kind}" for n in (1, 4) for kind in ("scale", "weight"))
+    for layer in (1, 4):
+        rows = host.model().layers[layer].engram.embed.rows
+        for kind in ("weight", "scale"):
+            array = getattr(rows, kind)
+            assert is_mapped(array)
+            wanted = np.asarray(lm.parameter(f"layers.{layer}.engram.embed.{kind}"))
+            np.testing.assert_array_equal(array.view(np.uint8), wanted.view(np.uint8))
+    with pytest.raises(ValueError, match="engram_tables='disk' is not known. Allowed: device, host"):
+        load_model(tmp_path / "v41", progress=False, engram_tables="disk")
+    write_demo_checkpoint(tmp_path / "v32", family="v32")
+    with pytest.raises(ValueError, match="this model has no Engram tables. Leave the option out."):
+        load_model(tmp_path / "v32", progress=False, engram_tables="host")
+
+
 # ---------------------------------------------------------------- the plan
 
 
@@ -190,7 +236,8 @@ def test_official_models_are_planned(family, unchecked):
     inventory = inventory_of(config)
     tensors = {name: spec for name, spec in inventory.tensors(config).items() if not re.match("vision|aligner", name)}
     cache = inventory.caches(config, 131072, 8)
-    one, eight, more = (plan_devices(config, tensors, cache, n, 141 * GIB) for n in (1, 8, 16))
+    eight, more = (plan_devices(config, tensors, cache, n, 141 * GIB) for n in (8, 16))
+    one = plan_devices(config, tensors, cache, 1, 1000 * GIB)
     assert one.total == sum(spec.nbytes for spec in tensors.values()) + cache.total + 2 * GIB
     # Eight groups of the output projection.
     assert eight.mesh == {"ep": 1, "tp": 8, "cp": 1} and more.mesh == {"ep": 2, "tp": 8, "cp": 1}
@@ -218,6 +265,17 @@ def test_official_models_are_planned(family, unchecked):
         assert caches(plan)[f"cache: {part}"] == expected
     more_of_it = sum(large.parts[part] for part in ("compressed KV", "index keys")) / plan.mesh["cp"]
     assert plan.total + more_of_it > 141 * GIB  # half the cp would not do
+
+    # Where the devices cannot hold the Engram tables, the host does.
+    tables = sum(spec.nbytes for name, spec in tensors.items() if ".engram.embed." in name)
+    assert eight.host == more.host == 0
+    short = plan_devices(config, tensors, cache, 8, eight.total - 1)
+    if family == "v41":
+        assert short.host == tables > 0 and short.fits and short.total <= eight.total - tables // 8
+        assert "Engram tables of" in short.verdict() and "engram_tables=host" in short.verdict()
+        assert "not even with Engram tables in host memory" in plan_devices(config, tensors, cache, 8, GIB).verdict()
+    else:
+        assert tables == short.host == 0
 
 
 def test_the_plan_says_what_is_too_large(tmp_path, capsys):
@@ -281,6 +339,7 @@ def test_divided_caches_select_and_attend_as_whole_ones():
 def test_ac_51_52_meshes_give_the_result_of_one_device(family):
     (out,) = finished(started(8, family, *MESHES[family]))
     assert out.count("arrays agree") == len(MESHES[family]), out
+    assert ("tables on the host: logits agree" in out) == (family == "v41")
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
 """Engram: n-gram hashes look up rows of a large table, and a gate decides per copy of the stream how much enters."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from dsa_jax import ops, ranks
@@ -27,6 +31,41 @@ class Table(nnx.Module):
         scale = ops.gather_rows(self.scale[...], row_ids)
         # Rows of other devices are zeros here, so their sum is the row.
         return ranks.total(ops.dequantize_weight(weight, scale, SCALE_BLOCK, numerics.dtype), "table_rows")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostRows:
+    """A table on the host: weight float8_e4m3fn [N, w] and scale [N, w/32], such as views of mapped files."""
+
+    weight: np.ndarray
+    scale: np.ndarray
+
+    def take(self, row_ids: Int32[Array, "*rows"]) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of the rows, and their scales; zeros for a row that the table does not have."""
+        ids = np.asarray(row_ids)
+        inside = ((ids >= 0) & (ids < len(self.weight)))[..., None]
+        ids = np.where(inside[..., 0], ids, 0)
+        return np.where(inside, self.weight.view(np.uint8)[ids], 0), np.where(inside, self.scale[ids], 0)
+
+
+class HostTable(nnx.Module):
+    """A `Table` that stays on the host: a step fetches the rows that its tokens need. The same results, bit for bit.
+
+    It has no parameters. Every device fetches its rows itself, so that nothing is exchanged.
+    """
+
+    def __init__(self, weight: np.ndarray, scale: np.ndarray):
+        self.rows = HostRows(weight, scale)
+
+    def __call__(self, row_ids: Int32[Array, "*rows n"], numerics: Numerics) -> Float[Array, "*rows n w"]:
+        rows = self.rows
+        kinds = (
+            jax.ShapeDtypeStruct((*row_ids.shape, rows.weight.shape[1]), jnp.uint8),
+            jax.ShapeDtypeStruct((*row_ids.shape, rows.scale.shape[1]), rows.scale.dtype),
+        )
+        weight, scale = jax.pure_callback(rows.take, kinds, row_ids)
+        weight = lax.bitcast_convert_type(weight, jnp.float8_e4m3fn)
+        return ops.dequantize_weight(weight, scale, SCALE_BLOCK, numerics.dtype)
 
 
 class Engram(nnx.Module):

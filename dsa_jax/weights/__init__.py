@@ -1,6 +1,6 @@
 """Weights: header scan -> plan -> check everything -> stream."""
 
-from dsa_jax.weights.load import load
+from dsa_jax.weights.load import load, mapped
 from dsa_jax.weights.plan import LoadPlan, PlanEntry, make_plan
 
-__all__ = ["LoadPlan", "PlanEntry", "load", "make_plan"]
+__all__ = ["LoadPlan", "PlanEntry", "load", "make_plan", "mapped"]

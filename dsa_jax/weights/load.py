@@ -17,6 +17,8 @@ from dsa_jax.weights.plan import LoadPlan, PlanEntry
 
 log = logging.getLogger("dsa_jax")
 
+CHECKED = 2**20  # bytes that are looked at together
+
 
 def load(
     plan: LoadPlan,
@@ -64,6 +66,22 @@ def load(
     return arrays
 
 
+def mapped(plan: LoadPlan) -> dict[str, np.ndarray]:
+    """The parameters of `plan` as views of their files, which have to stay: path -> array. Bytes are read when they are
+    looked at. ValueError as of `load`; NotImplementedError for what would have to be converted or stacked."""
+    _refuse(_coverage_problems(plan))
+    _refuse([problem for entry in plan.entries for source in entry.sources for problem in _value_problems(entry, source)])
+    arrays = {}
+    for entry in plan.entries:
+        if entry.stacked or entry.conversion not in ("same", "view"):
+            raise NotImplementedError(
+                f"{entry.path} cannot stay in its file: it is stored as {entry.sources[0].dtype} and has to become "
+                f"{entry.dtype}. Load it onto the devices."
+            )
+        arrays[entry.path] = entry.sources[0].view().view(entry.dtype)
+    return arrays
+
+
 def _refuse(problems: list[str]) -> None:
     if problems:
         listed = "".join(f"\n  - {problem}" for problem in problems)
@@ -89,7 +107,7 @@ def _coverage_problems(plan: LoadPlan) -> list[str]:
 def _value_problems(entry: PlanEntry, source: TensorInfo) -> list[str]:
     problems = []
     where = f"{source.name} in {source.file.name}"
-    if entry.path.endswith(".scale") and source.nbytes and not source.view().view(np.uint8).any():
+    if entry.path.endswith(".scale") and source.nbytes and not _has_bytes(source.view()):
         problems.append(f"{where}: all bytes of this scale are zero; it was never filled")
     if entry.conversion == "narrow" and source.nbytes:
         values = source.view()
@@ -97,6 +115,12 @@ def _value_problems(entry: PlanEntry, source: TensorInfo) -> list[str]:
         if low < -(2**31) or high >= 2**31:
             problems.append(f"{where}: values from {low} to {high} do not fit in 32 bits")
     return problems
+
+
+def _has_bytes(array: np.ndarray) -> bool:
+    """Whether not all bytes are zero. Reads no further than the first that is not."""
+    flat = array.reshape(-1).view(np.uint8)
+    return any(flat[first : first + CHECKED].any() for first in range(0, len(flat), CHECKED))
 
 
 def _table_problems(entry: PlanEntry, experts: int) -> list[str]:
