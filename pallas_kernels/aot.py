@@ -185,9 +185,9 @@ def compile_report(targets=tuple(TARGETS), operation: str | None = None, progres
     """
     for target in targets:
         _known(target)
-    shapes = sum(len(_compiled_cases(target, operation)) for target in targets)
     if (reason := missing()) is not None:
         raise RuntimeError(reason)
+    shapes = sum(len(_compiled_cases(target, operation)) for target in targets)
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     root = str(pathlib.Path(pallas_kernels.__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

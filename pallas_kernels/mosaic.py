@@ -1,6 +1,7 @@
 """Shared Mosaic GPU pieces, and everything of Mosaic GPU that is private or changes between jax releases.
 
-Kernels import `plgpu` and these helpers; only this file may reach into ``jax._src`` or write MLIR by hand. Code written
+Kernels import `plgpu` and these helpers; only this file, and `platform.is_interpreted`, may reach into ``jax._src`` or write MLIR
+by hand. Importing it raises NotImplementedError where jax has no Mosaic GPU bindings; nothing that runs everywhere does. Code written
 by hand cannot be simulated, so each such helper carries a twin in plain Pallas that runs when a kernel is interpreted.
 """
 
@@ -10,18 +11,27 @@ import os
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as jax_config
-from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+
+from pallas_kernels.platform import CORES as CORES, is_interpreted as is_interpreted
+
+try:
+    from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+except ModuleNotFoundError as missing:
+    raise NotImplementedError(
+        "GPU kernels, interpreted ones too, need jax's Mosaic GPU bindings, which are not installed: pip install "
+        "'dsa-jax[cuda13]' or 'dsa-jax[cuda12]' with an NVIDIA GPU, 'dsa-jax[interpret]' without one (Linux x86-64). "
+        "The references run without them."
+    ) from missing
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-CORES = 132  # multiprocessors of an H200; grids aim at a multiple of it, and are right with any other number
 INTERPRETER_THREADS = 6  # the largest kernels have five warpgroups
 
 
@@ -46,11 +56,6 @@ def interpreter():
     races = gpu_callbacks._races  # of the last kernel; jax 0.12 raises at the race, 0.11 logs it and goes on
     if races is not None and races.races_found:
         raise RuntimeError("RACE DETECTED in an interpreted kernel; the log says between which accesses.")
-
-
-def is_interpreted() -> bool:
-    """Whether a kernel traced now will be interpreted. Part of jax's trace context, so jit caches keep both apart."""
-    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
 
 
 def lane_code(*, arg_types, return_type=None, twin):

@@ -4,7 +4,9 @@ import contextlib
 import functools
 
 import jax
+from jax._src import config as jax_config
 
+CORES = 132  # multiprocessors of an H200; grids aim at a multiple of it, and are right with any other number
 KERNELS = {9: "sm90", 10: "sm100"}  # major compute capability -> kernel family
 
 
@@ -36,9 +38,17 @@ def require(name: str) -> None:
         )
 
 
+def is_interpreted() -> bool:
+    """Whether a kernel traced now will be interpreted. Part of jax's trace context, so jit caches keep both apart."""
+    return jax_config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
 @contextlib.contextmanager
 def interpreted():
-    """Runs Mosaic GPU kernels traced inside it in the GPU interpreter, which reports races."""
+    """Runs Mosaic GPU kernels traced inside it in the GPU interpreter, which reports races.
+
+    Raises NotImplementedError where jax has no Mosaic GPU bindings.
+    """
     from pallas_kernels import mosaic
 
     with mosaic.interpreter():

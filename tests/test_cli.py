@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from dsa_jax import loading
 from dsa_jax.cli import _encode, _encode_chat, main
+from pallas_kernels import aot, platform
 
 
 @pytest.mark.parametrize("family", ["v32", pytest.param("v4", marks=pytest.mark.slow)])
@@ -55,6 +56,15 @@ def test_generate_refuses_with_a_sentence(arguments, sentence, capsys):
     assert main(["generate", str(CHECKPOINT), *arguments]) == 2
     error = capsys.readouterr().err
     assert sentence in error and "Traceback" not in error
+
+
+def test_commands_of_the_kernels_say_what_is_missing(capsys, monkeypatch):
+    monkeypatch.setattr(platform, "kernel_name", lambda: None)
+    assert main(["bench", "top_k"]) == 2
+    assert "dsa-jax: A benchmark needs an NVIDIA GPU" in capsys.readouterr().err
+    monkeypatch.setattr(aot, "missing", lambda: "The assembler is not installed.")
+    assert main(["compile-report"]) == 2
+    assert "dsa-jax: The assembler is not installed." in capsys.readouterr().err
 
 
 def edited_checkpoint(tmp_path, **changes):

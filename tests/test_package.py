@@ -10,14 +10,25 @@ from tiny import CHECKPOINT
 from dsa_jax.cli import main
 from dsa_jax.hub import FILES, checkpoint_folder
 
+BINDINGS = ["jaxlib.mosaic.gpu", "jax_cuda12_plugin", "jax_cuda13_plugin"]  # any of them has jax's Mosaic GPU bindings
 MODULES = "dsa_jax.cli dsa_jax.loading dsa_jax.decode dsa_jax.inspect dsa_jax.demo pallas_kernels".split()
 
 
+def python(code: str, absent: list[str]) -> subprocess.CompletedProcess:
+    """Runs code in a process of its own where some modules are not installed."""
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent!r})); {code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"})
+
+
 def test_import_needs_no_gpu_torch_hub_or_test_packages():
-    absent = ["torch", "huggingface_hub", "matplotlib", "pytest", "chex", "beartype", "hypothesis", "jax_plugins"]
-    code = "import sys; sys.modules.update(dict.fromkeys({!r})); import {}".format(absent, ", ".join(MODULES))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"JAX_PLATFORMS": "cpu"})
+    absent = ["torch", "huggingface_hub", "matplotlib", "pytest", "chex", "beartype", "hypothesis", "jax_plugins", *BINDINGS]
+    done = python("import " + ", ".join(MODULES), absent)
     assert done.returncode == 0, done.stderr
+
+
+def test_without_the_bindings_kernels_name_the_extra():
+    done = python("from dsa_jax.cli import main; sys.exit(main(['bench', 'top_k']))", BINDINGS)
+    assert done.returncode == 2 and "pip install 'dsa-jax[cuda13]'" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_folder_is_taken_as_it_is():

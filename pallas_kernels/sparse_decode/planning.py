@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mosaic
+from pallas_kernels import platform
 
 BLOCK = 64  # slots that are attended to at once
 UNIT = 128  # slots of a unit of the schedule: two blocks
@@ -62,7 +62,7 @@ def make_schedule(widths, lengths, rows: int, heads: int, split_size=None, num_s
     result does not depend on the others. num_splits: so many parts of every row, some of them empty perhaps. Neither:
     equal shares, or whole rows where those take no longer.
     """
-    cores = 2 if mosaic.is_interpreted() else mosaic.CORES  # the interpreter runs one thread block after the other
+    cores = 2 if platform.is_interpreted() else platform.CORES  # the interpreter runs one thread block after the other
     threads = max(1, cores // head_groups(heads))
     if all(length is None for length in lengths):
         return _made_while_tracing(tuple(widths), tuple(lengths), rows, threads, split_size, num_splits)
