@@ -1,11 +1,12 @@
 # make demo: a tiny random DeepSeek-V4.1 checkpoint is written, loaded and generates.   make test: what runs before
-# every commit.   make test-slow: the rest, by hand.   make pages: docs, tables and notebooks from the code.
+# every commit.   make test-slow: the long tests, which CI runs too.   make pages: docs, tables and notebooks from the code.
+# make notebooks: JupyterLab on colab/.
 CANDIDATES := python3.14 python3.13 python3.12 python3 $(wildcard $(HOME)/.pyenv/versions/*/bin/python3)
 WORKS := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))
 PYTHON ?= $(firstword $(foreach p,$(CANDIDATES),$(shell $(p) -c '$(WORKS)' 2>/dev/null && echo $(p))))
 BIN := .venv/bin
 
-.PHONY: demo test test-slow pages clean
+.PHONY: demo test test-slow pages notebooks clean
 
 demo: .venv/installed
 	$(BIN)/dsa-jax demo
@@ -21,6 +22,9 @@ test-slow: .venv/installed-test
 pages: .venv/installed-test
 	JAX_PLATFORMS=cpu $(BIN)/python tools/pages.py
 
+notebooks: .venv/installed-notebooks
+	$(BIN)/python -m jupyterlab colab
+
 .venv/bin/python:
 	@if [ -z "$(PYTHON)" ]; then \
 	  echo "dsa-jax needs Python 3.12 or newer with the venv module, and none was found (looked for: $(CANDIDATES))." \
@@ -33,6 +37,10 @@ pages: .venv/installed-test
 
 .venv/installed-test: pyproject.toml | .venv/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	touch $@ .venv/installed
+
+.venv/installed-notebooks: pyproject.toml | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[colab,$(if $(shell command -v nvidia-smi),cuda13,interpret)]" jupyterlab
 	touch $@ .venv/installed
 
 clean:

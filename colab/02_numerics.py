@@ -18,17 +18,21 @@
 # know they run on it; elsewhere they are interpreted, which is slow, so the shapes are small.
 
 # %%
+import shutil
 import subprocess
 import sys
 
 if "google.colab" in sys.modules:
-    package = "dsa-jax[colab] @ git+https://github.com/dsa-jax/dsa-jax"
+    extras = "colab,cuda12" if shutil.which("nvidia-smi") else "colab,interpret"
+    package = f"dsa-jax[{extras}] @ git+https://github.com/dsa-jax/dsa-jax"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", package], check=True)
 
 # %%
 import os
 
-os.environ.setdefault("NPROC", "8")  # an interpreted kernel takes a CPU thread per warpgroup; set before jax starts
+if shutil.which("nvidia-smi") is None:  # before jax starts
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("NPROC", "8")  # an interpreted kernel takes a CPU thread per warpgroup
 
 import tempfile
 from pathlib import Path

@@ -18,11 +18,13 @@
 # empty for the synthetic one.
 
 # %%
+import shutil
 import subprocess
 import sys
 
 if "google.colab" in sys.modules:
-    package = "dsa-jax[colab] @ git+https://github.com/dsa-jax/dsa-jax"
+    extras = "colab,cuda12" if shutil.which("nvidia-smi") else "colab"
+    package = f"dsa-jax[{extras}] @ git+https://github.com/dsa-jax/dsa-jax"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", package], check=True)
 
 # %%

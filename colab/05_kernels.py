@@ -18,21 +18,27 @@
 # cell times one.
 
 # %%
+import shutil
 import subprocess
 import sys
 
 if "google.colab" in sys.modules:
-    package = "dsa-jax[colab] @ git+https://github.com/dsa-jax/dsa-jax"
+    extras = "colab,cuda12" if shutil.which("nvidia-smi") else "colab,test"
+    package = f"dsa-jax[{extras}] @ git+https://github.com/dsa-jax/dsa-jax"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", package], check=True)
 
 # %%
 import inspect
 import json
+import os
 import urllib.request
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 from matplotlib.ticker import LogLocator
+
+if shutil.which("nvidia-smi") is None:  # before jax starts
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from pallas_kernels import aot, bench, platform
 
