@@ -6,8 +6,8 @@ raises NotImplementedError, does not carry the call.
 
 ``implementation`` names one: "reference", "sm90", "sm100", or "interpret_sm90" / "interpret_sm100" (that kernel in
 the GPU interpreter, on any machine). A named implementation never falls back. None takes the one named by the
-innermost `preferred`, else the kernel of the GPU at hand, which falls back to the reference with one log line per
-operation and reason. A kernel module may hold back calls that its kernels carry but that were never run on the chip: its
+innermost `preferred`, else the kernel of the GPU at hand, which falls back to the reference with one log line (a
+warning) per operation and reason; a kernel that runs is named once, too (info). A kernel module may hold back calls that its kernels carry but that were never run on the chip: its
 ``unproven(function, arguments)`` gives the reason, or None. Such a call runs on the kernel where it is named.
 """
 
@@ -71,9 +71,11 @@ def _call(package: str, function: str, implementation: str | None, *args, **kwar
             try:
                 kernel = _load(package, name, function)
                 _refuse_unproven(kernel, function, args)
-                return kernel(*args, **kwargs)
+                result = kernel(*args, **kwargs)
+                _say_once(logging.INFO, f"{operation}.{function}: the {name} kernel runs")
+                return result
             except NotImplementedError as reason:
-                _say_once(f"{operation}.{function}: the reference runs instead of {name}: {reason}")
+                _say_once(logging.WARNING, f"{operation}.{function}: the reference runs instead of {name}: {reason}")
         return _load(package, "reference", function)(*args, **kwargs)
     _check_name(operation, implementation)
     if implementation.startswith("interpret_"):
@@ -108,5 +110,5 @@ def _load(package: str, name: str, function: str):
 
 
 @functools.cache
-def _say_once(line: str) -> None:
-    log.warning(line)
+def _say_once(level: int, line: str) -> None:
+    log.log(level, line)
