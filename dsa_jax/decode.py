@@ -283,15 +283,22 @@ class LanguageModel:
         """The rows of each prompt's places first[b] .. first[b]+chunk-1 that spans replace; None without any span."""
         if not any(images):
             return None
-        embeddings = np.zeros((len(images), chunk, self.config.hidden_size), np.float32)
-        is_image = np.zeros((len(images), chunk), bool)
+        rows = self.no_images(len(images), chunk)
+        embeddings, is_image = rows.embeddings, rows.is_image
         for b, (spans, begin) in enumerate(zip(images, first, strict=True)):
             for span in spans:
                 low, high = max(span.start, begin), min(span.start + len(span.embeddings), begin + chunk)
                 if low < high:
                     embeddings[b, low - begin : high - begin] = span.embeddings[low - span.start : high - span.start]
                     is_image[b, low - begin : high - begin] = True
-        return ImageRows(jnp.asarray(embeddings), jnp.asarray(is_image))
+        return rows
+
+    def no_images(self, requests: int, chunk: int) -> ImageRows:
+        """Rows of a chunk none of which is an image's, as arrays on the host. ValueError if the model takes text alone."""
+        if getattr(self.config, "image_token_id", None) is None:
+            raise ValueError(f"{self.family.model.__name__} takes text alone: leave images out.")
+        shape = (requests, chunk)
+        return ImageRows(np.zeros((*shape, self.config.hidden_size), np.float32), np.zeros(shape, bool))
 
 
 def stream(

@@ -7,8 +7,9 @@ raises NotImplementedError, does not carry the call.
 ``implementation`` names one: "reference", "sm90", "sm100", or "interpret_sm90" / "interpret_sm100" (that kernel in
 the GPU interpreter, on any machine). A named implementation never falls back. None takes the one named by the
 innermost `preferred`, else the kernel of the GPU at hand, which falls back to the reference with one log line (a
-warning) per operation and reason; a kernel that runs is named once, too (info). A kernel module may hold back calls that its kernels carry but that were never run on the chip: its
-``unproven(function, arguments)`` gives the reason, or None. Such a call runs on the kernel where it is named.
+warning) per operation and reason; a kernel that runs is named once, too (info). A kernel module may hold back calls
+that its kernels carry but that were never run on the chip: its ``unproven(function, arguments)`` gives the reason, or
+None. Such a call runs on the kernel where it is named.
 """
 
 import contextlib

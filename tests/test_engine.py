@@ -344,11 +344,15 @@ def test_a_request_with_images_gets_in_a_batch_what_it_gets_alone():
     for tokens, span in zip(prompts, spans, strict=True):
         tokens[span.start : span.start + len(span.embeddings)] = [ids] * len(span.embeddings)
 
-    def serve(requests, **options):
-        engine = small_engine(**options)
+    def serve(requests):
+        engine = small_engine()
+        engine.warm_up(images=True)
+        warm = dict(lm.traces)
         for tokens, images in requests:
             engine.add(tokens, 10, stop_ids=NO_STOP, images=images)
-        return run(engine)
+        answers = run(engine)
+        assert lm.traces == warm
+        return answers
 
     both = [(prompts[0], [spans[0]]), (prompt(12, 3), []), (prompts[1], [spans[1]])]
     together = serve(both)
@@ -546,6 +550,12 @@ def test_an_engine_traces_its_kernels_once(monkeypatch):
     id = engine.add(prompt(5), 3, stop_ids=NO_STOP)
     assert len(run(engine)[id]) == 3
     assert lm.traces == {"engine.prefill": 1, "engine.decode": 1, "engine.admit": 1}
+
+
+@pytest.mark.parametrize("family", ["v4", "v32"])
+def test_a_model_of_text_has_no_programs_for_images(family):
+    with pytest.raises(ValueError, match="takes text alone: leave images out"):
+        small_model(family).no_images(1, 8)
 
 
 def test_ac_47_a_chunk_larger_than_the_budget_names_both():

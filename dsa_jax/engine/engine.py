@@ -189,14 +189,17 @@ class Engine:
         """Frees all kept prefixes."""
         self._prefixes.clear()
 
-    def warm_up(self) -> None:
-        """Compiles every program that a step without images may need. No request is touched."""
+    def warm_up(self, images: bool = False) -> None:
+        """Compiles every program that a step may need, with `images` also those of chunks with image embeddings. No request
+        is touched. ValueError for images of a model that takes text alone."""
         s, nobody = self.sizes, [None]
         programs = self.model.programs
         self._slots = programs.admit(self._slots, self._store, *self._admission(nobody, [EMPTY]))
         self._slots = programs.copy(self._slots, *self._copies([]))
         for requests, rows in s.prefill_shapes:
-            self._run_prefill(nobody * requests, np.zeros((requests, rows), np.int32), np.zeros(requests, np.int32), None)
+            for image in (None, self.model.no_images(requests, rows)) if images else (None,):
+                tokens, count = np.zeros((requests, rows), np.int32), np.zeros(requests, np.int32)
+                self._run_prefill(nobody * requests, tokens, count, image)
         for requests in s.decode_rows:
             self._run_decode(nobody * requests)
         if s.snapshots:
