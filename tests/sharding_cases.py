@@ -259,7 +259,42 @@ def check_divided_operations() -> None:
     divided, one = on_all(attend, (q, chosen, seen, table, lengths, window, sink))
     for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(one), strict=True):
         np.testing.assert_allclose(whole(ours), np.asarray(theirs), rtol=0, atol=TOLERANCES["f32"].logits)
+    check_divided_records(mesh, table, lengths)
     print("operations agree", flush=True)
+
+
+def check_divided_records(mesh: jax.sharding.Mesh, table: np.ndarray, lengths: np.ndarray) -> None:
+    """Rows of every format, written to a divided cache and to a whole one: the same scores, and the same attention."""
+    ways, rows = mesh.shape["cp"], 4
+    requests, pages = table.shape
+    held = ways * rows * pages
+    rng = np.random.default_rng(4)
+    positions = np.stack([rng.permutation(held) for _ in range(requests)]).astype(np.int32)[..., None]
+    for kind in (
+        ops.IndexFP8(32), ops.IndexMXFP4(32), ops.Model1(80, 16), ops.V32(128, 16), ops.V41NVFP4(64), ops.V41MXFP8(64)
+    ):  # fmt: skip
+        is_key = isinstance(kind, ops.IndexFP8 | ops.IndexMXFP4)
+        x = rng.standard_normal((requests, held, kind.width)).astype(np.float32)
+        q = rng.standard_normal((requests, lengths.shape[1], 2, kind.width)).astype(np.float32)
+
+        def results(page, positions, x, q, table, lengths, kind=kind, is_key=is_key):
+            cache = ops.PagedRows.zeros(kind, requests * pages, page)
+            slots = context.slots(positions, table, page).reshape(-1)
+            cache = cache.scatter(slots, x.reshape(-1, x.shape[-1]))
+            if is_key:
+                return context.scores(q, cache, q[..., 0], context_lens=lengths, block_table=table)
+            listed = context.every_listed(table, page, lengths)
+            return context.attend(q, (cache,), (listed,), whole=0, block_table=table, scale=0.2)
+
+        arrays = (positions, x, q, table, lengths)
+        everywhere = (PartitionSpec(),) * len(arrays)
+        mapped = jax.shard_map(
+            functools.partial(results, rows), mesh=mesh, in_specs=everywhere, out_specs=PartitionSpec(), check_vma=False
+        )
+        divided, one = jax.jit(mapped)(*arrays), jax.jit(functools.partial(results, ways * rows))(*arrays)
+        for ours, theirs in zip(jax.tree.leaves(divided), jax.tree.leaves(one), strict=True):
+            tolerance = TOLERANCES["f32"].logits
+            np.testing.assert_allclose(whole(ours), np.asarray(theirs), rtol=tolerance, atol=tolerance, err_msg=str(kind))
 
 
 def bits(x: jax.Array | np.ndarray) -> np.ndarray:
