@@ -112,6 +112,13 @@ def test_meshes_that_are_refused():
     assert dict(sharding.make_mesh(one).shape) == {"dp": 1, "ep": 1, "tp": 1, "cp": 1}
 
 
+def test_the_command_line_asks_for_a_mesh(tmp_path, capsys):
+    write_demo_checkpoint(tmp_path)
+    command = ["generate", str(tmp_path), "--tokens", "3,4", "--tp", "2", "--cp", "3"]
+    assert cli.main(command) == cli.REFUSED
+    assert f"A mesh of tp=2 x cp=3 x ep=1 has 6 places for {jax.device_count()} devices" in capsys.readouterr().err
+
+
 def refused(config, shapes, **sizes):
     with pytest.raises(ValueError) as caught:
         sharding.check(config, shapes, sizes)
