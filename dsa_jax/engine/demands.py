@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dsa_jax import ops
+from dsa_jax import ops, sharding
 from dsa_jax.cache.requests import page_bytes, request_bytes
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.engine.programs import Slots
@@ -139,8 +139,10 @@ def require_kernels(lm: Any, sizes: Sizes) -> None:
     batch = sizes.max_batch
     cache = jax.eval_shape(lambda: lm.new_cache(batch, sizes.table_tokens, sizes.cache))
     logits = jax.ShapeDtypeStruct((batch, lm.config.vocab_size), jnp.float32)
-    terms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), terms_of([None] * batch))
-    slots = Slots(cache, logits, terms)
+    placed = None if lm.mesh is None else sharding.everywhere(lm.mesh)  # which mesh, is part of a trace
+    slots = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), Slots(cache, logits, terms_of([None] * batch))
+    )
 
     def rows(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
