@@ -7,13 +7,16 @@ profile cannot tell apart.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
+import os
 import re
 import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -103,21 +106,28 @@ def random_model(config: Any, numerics: Numerics, implementation: str | None = N
 
 
 def _weight(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-    key, kind = jax.random.key(zlib.crc32(name.encode())), name.rpartition(".")[2]
-    if jnp.issubdtype(like.dtype, jnp.integer) and like.dtype != jnp.uint8:  # tables of ids
-        return jax.random.randint(key, like.shape, 0, 2).astype(like.dtype)
+    kind = name.rpartition(".")[2]
     if kind == "scale":
         gain = (like.shape[-1] * 32) ** 0.5 * (2.9 if ".experts." in name else 1)
         exponent = -round(np.log2(gain))
         return jnp.full(like.shape, 127 + exponent if like.dtype == jnp.uint8 else 2.0**exponent, like.dtype)
-    if like.dtype == jnp.uint8:
-        return jax.random.bits(key, like.shape, jnp.uint8)
     if "norm" in name:
         return jnp.ones(like.shape, like.dtype)
     if kind.endswith("_scale"):
         return jnp.full(like.shape, 0.5, like.dtype)
     near_one = like.dtype == jnp.float8_e4m3fn or len(like.shape) == 1 or name == "embed.weight"
-    return (jax.random.normal(key, like.shape) * (1 if near_one else like.shape[-1] ** -0.5)).astype(like.dtype)
+    return _random(zlib.crc32(name.encode()) >> 1, like.shape, like.dtype, 1.0 if near_one else like.shape[-1] ** -0.5)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype", "size"))
+def _random(seed, shape: tuple[int, ...], dtype: Any, size: float) -> jax.Array:
+    """Normal numbers of this size; bytes of any value; of other integers 0 and 1, which every table has."""
+    key = jax.random.key(seed, impl="rbg")  # whose numbers take next to no time to compile
+    if dtype == jnp.uint8:
+        return jax.random.bits(key, shape, jnp.uint8)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, 0, 2).astype(dtype)
+    return (jax.random.normal(key, shape) * size).astype(dtype)
 
 
 def filled_cache(lm: LanguageModel, batch: int, context: int, room: int) -> tuple[Any, int]:
@@ -180,36 +190,39 @@ def run(
                 f"context={context} must hold the chunk of {chunk} tokens and stay within the {config.max_position_embeddings} "
                 "positions of the config (max_position_embeddings)."
             )
+    lm = random_model(cut(config, experts), numerics)
+    models = [lm] + ([LanguageModel(lm.model(), numerics, "reference")] if reference else [])
     steps = [("prefill", 1, chunk), *(("decode", batch, 1) for batch in batches)]
+    timed = [[_TimedStep(m, *step, context) for m in models] for context, step in itertools.product(contexts, steps)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # All are compiled now: compiling runs kernels of its own, which would be in the way of what is timed.
+        begun = [pool.submit(step.compile, in_parts=step.lm is lm) for pair in timed for step in pair]
+        for done in tqdm(as_completed(begun), total=len(begun), desc="compile", unit="step", disable=not progress):
+            done.result()
     rows = []
-    with tqdm(total=len(contexts) * len(steps), desc="time", unit="step", disable=not progress) as bar:
-        lm = random_model(cut(config, experts), numerics)
-        plain = LanguageModel(lm.model(), numerics, "reference") if reference else None
-        for context, (kind, batch, count) in itertools.product(contexts, steps):
-            row = _measure(lm, plain, kind, batch, context, count)
-            rows.append(row)
-            report(row)
-            bar.update()
+    for ours, *theirs in tqdm(timed, desc="time", unit="step", disable=not progress):
+        rows.append(_measure(ours, theirs[0] if theirs else None))
+        report(rows[-1])
     return rows
 
 
-def _measure(lm: LanguageModel, plain: LanguageModel | None, kind: str, batch: int, context: int, count: int) -> StepRow:
-    timed = _TimedStep(lm, kind, batch, context, count)
-    us = timed.wall_us()
+def _measure(ours: "_TimedStep", reference: "_TimedStep | None") -> StepRow:
+    us = ours.wall_us()
     return StepRow(
-        kind=kind, batch=batch, context=context, rows=count, us=us, tokens_per_second=1e6 * batch * count / us,
-        parts=timed.parts_us(), floors=floors_us(lm, batch, context, count),
-        us_reference=None if plain is None else _TimedStep(plain, kind, batch, context, count).wall_us(),
-        shared=timed.shared, layers=tuple(getattr(role, "mode", None) or role.ffn for role in lm.plan),
+        kind=ours.kind, batch=ours.batch, context=ours.context, rows=ours.count, us=us,
+        tokens_per_second=1e6 * ours.batch * ours.count / us,
+        parts=ours.parts_us(), floors=floors_us(ours.lm, ours.batch, ours.context, ours.count),
+        us_reference=None if reference is None else reference.wall_us(),
+        shared=ours.shared, layers=tuple(getattr(role, "mode", None) or role.ffn for role in ours.lm.plan),
         device=jax.devices()[0].device_kind, jax=jax.__version__,
     )  # fmt: skip
 
 
 class _TimedStep:
-    """A compiled step of one model at one size; its cache is made anew for every run, because a run uses it up."""
+    """A step of one model at one size; its cache is made anew for every run, because a run uses it up."""
 
-    def __init__(self, lm: LanguageModel, kind: str, batch: int, context: int, count: int):
-        self.lm, self.batch, self.count = lm, batch, count
+    def __init__(self, lm: LanguageModel, kind: str, batch: int, count: int, context: int):
+        self.lm, self.kind, self.batch, self.count, self.context = lm, kind, batch, count, context
         self.make, self.steps = (_decode_step, STEPS) if kind == "decode" else (_prefill_step, 1)
         self.held, self.room = context - count * self.steps, count * self.steps
         function, arguments, static = self._prepared()
@@ -219,29 +232,34 @@ class _TimedStep:
         cache, self.shared = filled_cache(self.lm, self.batch, self.held, self.room)
         return self.make(self.lm, cache, self.batch, self.count)
 
+    def compile(self, in_parts: bool) -> None:
+        """Compiles the step and, with `in_parts`, once more without CUDA graphs."""
+        self._program = self._lowered.compile()
+        if in_parts:
+            options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
+            self._in_parts = self._lowered.compile(compiler_options=options)
+
     def wall_us(self) -> float:
         """Median wall-clock time of a step."""
-        program, times = self._lowered.compile(), []
+        times = []
         for _ in range(1 + RUNS):
             _, arguments, _ = self._prepared()
             jax.block_until_ready(arguments)
             begun = time.perf_counter()
-            jax.block_until_ready(program(*arguments))
+            jax.block_until_ready(self._program(*arguments))
             times.append(1e6 * (time.perf_counter() - begun) / self.steps)
         return float(np.median(times[1:]))
 
     def parts_us(self) -> dict[str, float]:
         """Device time of a step by part."""
-        options = {"xla_gpu_enable_command_buffer": ""} if jax.default_backend() == "gpu" else None
-        program = self._lowered.compile(compiler_options=options)
-        part_of = _part_of_instructions(program.as_text())
-        jax.block_until_ready(program(*self._prepared()[1]))
+        part_of = _part_of_instructions(self._in_parts.as_text())
+        jax.block_until_ready(self._in_parts(*self._prepared()[1]))
         _, arguments, _ = self._prepared()
         jax.block_until_ready(arguments)
         total = dict.fromkeys(PARTS, 0.0)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                jax.block_until_ready(program(*arguments))
+                jax.block_until_ready(self._in_parts(*arguments))
             (trace,) = Path(folder).glob("**/*.xplane.pb")
             profile = jax.profiler.ProfileData.from_file(str(trace))
             planes = list(profile.planes)

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from test_device_model import random_model, released_widths
+from test_device_model import released_widths
 
+from dsa_jax.bench_model import random_model
 from dsa_jax.engine import Engine
+from dsa_jax.numerics import BF16
 from pallas_kernels import platform
 
 pytestmark = pytest.mark.skipif(
@@ -18,7 +20,7 @@ def test_requests_beside_one_another_get_what_each_gets_alone():
     """Prompts of several chunks and short ones, a prefix that is taken up, and bursts during which nothing is read from the
     device (the engine forbids it), one under way while the last one's tokens are read; one request is cancelled, and one
     comes late. Shapes are the same alone and together, so kernels give the same bits."""
-    lm = random_model(released_widths(), None)
+    lm = random_model(released_widths(), BF16)
     prompts = [np.random.default_rng(0).integers(0, 4000, 2000)[:n].tolist() for n in LENGTHS]
 
     def serve(chosen, late=None, cancelled=None):

@@ -1,17 +1,16 @@
 """On a GPU with kernels: a model of the released widths gives with kernels what it gives with the references."""
 
 import re
-import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from tiny import tiny_config
 
-from dsa_jax.decode import LanguageModel, parameter_names
-from dsa_jax.models.deepseek_v41 import DeepseekV41
+from dsa_jax.bench_model import random_model
+from dsa_jax.decode import LanguageModel
 from dsa_jax.numerics import BF16
 from dsa_jax.tolerances import TOLERANCES
 from pallas_kernels import platform
@@ -37,59 +36,52 @@ def released_widths():
     )  # fmt: skip
 
 
-def random_model(config, implementation):
-    """Weights made on the device, the same for every implementation; activations stay near 1."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: DeepseekV41(config)))
-    leaves, structure = jax.tree.flatten(state)
-
-    def leaf(name, like):
-        key, kind = jax.random.key(zlib.crc32(name.encode())), name.rpartition(".")[2]
-        if name == "token_map":
-            return jnp.arange(like.shape[0], dtype=jnp.int32) % 48
-        if kind == "scale":
-            gain = (like.shape[-1] * 32) ** 0.5 * (2.9 if ".experts." in name else 1)
-            return jnp.full(like.shape, 127 - round(np.log2(gain)), jnp.uint8)
-        if like.dtype == jnp.uint8:
-            return jax.random.bits(key, like.shape, jnp.uint8)
-        if "norm" in name or kind in ("q_weight", "k_weight"):
-            return jnp.ones(like.shape, like.dtype)
-        if kind.endswith("_scale"):
-            return jnp.full(like.shape, 0.5, like.dtype)
-        near_one = like.dtype == jnp.float8_e4m3fn or len(like.shape) == 1 or name == "embed.weight"
-        return (jax.random.normal(key, like.shape) * (1 if near_one else like.shape[-1] ** -0.5)).astype(like.dtype)
-
-    arrays = [leaf(*pair) for pair in zip(parameter_names(state), leaves, strict=True)]
-    return LanguageModel(nnx.merge(graphdef, jax.tree.unflatten(structure, arrays)), BF16, implementation)
-
-
-def kernels_of(lm, cache, tokens, count):
-    """The operations that a step's compiled program gives to kernels."""
-    program = lm._forward.lower(lm.leaves, cache, tokens, count, None).compile().as_text()
-    calls = re.findall(r'^.*custom_call_target="[^"]*mosaic_gpu.*op_name="([^"]*)"', program, re.MULTILINE)
+def kernels_of(program):
+    """The operations that a compiled program gives to kernels."""
+    calls = re.findall(r'^.*custom_call_target="[^"]*mosaic_gpu.*op_name="([^"]*)"', program.as_text(), re.MULTILINE)
     return {part for name in calls for part in name.split("/")} & set().union(*KERNELS.values())
 
 
-def run(config, implementation):
+def programs_of(*models):
+    """(chunk of a prefill, step of decoding) of each model, compiled at once, and the arguments behind the cache of both."""
+    one, many = (np.zeros((1, rows), np.int32) for rows in (1, ROWS))
+    lowered = []
+    for lm in models:
+        cache = lm.new_cache(1, CHUNKS * ROWS + 1)
+        for rows in (many, one):
+            lowered.append(lm._forward.lower(lm.leaves, cache, *lm.on_devices((rows, np.zeros(1, np.int32))), None))
+    compiled = compiled_together(lowered)
+    return list(zip(compiled[::2], compiled[1::2], strict=True))
+
+
+def compiled_together(lowered):
+    """Compiled programs; a model's takes half a minute, and does not need all cores."""
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda program: program.compile(), lowered))
+
+
+def run(lm, prefill, decode):
     """Logits and taps of the last of six chunks of 512 tokens, and logits of the token after it."""
-    lm = random_model(config, implementation)
     tokens = np.random.default_rng(0).integers(0, 4000, (CHUNKS, 1, ROWS)).astype(np.int32)
     cache = lm.new_cache(1, CHUNKS * ROWS + 1)
-    count, one = np.array([ROWS], np.int32), np.array([1], np.int32)
-    for kind, *step in (("prefill", tokens[0], count), ("decode", tokens[0, :, :1], one)):
-        # Where dispatch holds kernels back, both runs would be the references, and their agreement would say nothing.
-        assert kernels_of(lm, cache, *step) == (KERNELS[kind] if implementation is None else set()), kind
     for chunk in tokens:
-        logits, cache, taps = lm.forward(cache, chunk, count)
+        logits, cache, taps = prefill(lm.leaves, cache, *lm.on_devices((chunk, np.array([ROWS], np.int32))), None)
     wanted = ("index_score", "selected", "candidates")
     kept = {n: np.asarray(v)[0] for n, v in taps.items() if n.endswith(wanted)}
-    after, _, _ = lm.forward(cache, tokens[0, :, :1], one)
+    after, _, _ = decode(lm.leaves, cache, *lm.on_devices((tokens[0, :, :1], np.array([1], np.int32))), None)
     return np.asarray(logits)[0], kept, np.asarray(after)[0]
 
 
 def test_kernels_and_references_choose_the_same_and_agree_in_logits():
     config = released_widths()
-    logits, taps, after = run(config, None)
-    expected, reference, expected_after = run(config, "reference")
+    kernels = random_model(config, BF16)
+    references = LanguageModel(kernels.model(), BF16, "reference")
+    programs = programs_of(kernels, references)
+    for kind, *pair in zip(KERNELS, *programs, strict=True):
+        # Where dispatch holds kernels back, both runs would be the references, and their agreement would say nothing.
+        assert [kernels_of(program) for program in pair] == [KERNELS[kind], set()], kind
+    logits, taps, after = run(kernels, *programs[0])
+    expected, reference, expected_after = run(references, *programs[1])
     for kind, found, wanted in (("prefill", logits, expected), ("decode", after, expected_after)):
         distance = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
         print(f"logits of {kind}: relative distance {distance:.2e}")

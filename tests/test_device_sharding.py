@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharding_cases import on_mesh
-from test_device_model import random_model, released_widths
+from test_device_model import programs_of, released_widths, run
 
-from dsa_jax.bench_model import filled_cache
+from dsa_jax.bench_model import filled_cache, random_model
+from dsa_jax.numerics import BF16
 from dsa_jax.sampling import Sampling
 from dsa_jax.sharding import make_mesh
 from dsa_jax.tolerances import TOLERANCES
@@ -22,19 +23,8 @@ pytestmark = pytest.mark.skipif(
     platform.kernel_name() is None or jax.device_count() < 2, reason="needs two NVIDIA GPUs that the kernels know"
 )
 
-ROWS, CHUNKS = 512, 6
 BATCH, CONTEXT, STEPS, RUNS = 32, 16384, 8, 5
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl", re.IGNORECASE)
-
-
-def results(lm):
-    """Logits of the last chunk of a prompt and of the token behind it, and what the layers selected."""
-    tokens = np.random.default_rng(0).integers(0, 4000, (CHUNKS, 1, ROWS)).astype(np.int32)
-    cache = lm.new_cache(1, CHUNKS * ROWS + 1)
-    for chunk in tokens:
-        logits, cache, taps = lm.forward(cache, chunk, np.array([ROWS], np.int32))
-    after, _, _ = lm.forward(cache, tokens[0, :, :1], np.array([1], np.int32))
-    return np.asarray(logits), np.asarray(after), {n: np.asarray(x)[0] for n, x in taps.items() if n.endswith("selected")}
 
 
 def times(lm):
@@ -45,16 +35,17 @@ def times(lm):
         logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.array([-1], np.int32)
         return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
 
+    decode = lm._decode.lower(lm.leaves, *prepared(), steps=STEPS, drafts=0).compile()
     clock = []
     for _ in range(RUNS + 1):
         arguments = prepared()
         begun = time.perf_counter()
-        jax.block_until_ready(lm.decode(*arguments, steps=STEPS))
+        jax.block_until_ready(decode(lm.leaves, *arguments))
         clock.append(1e6 * (time.perf_counter() - begun) / STEPS)
     arguments = prepared()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            jax.block_until_ready(lm.decode(*arguments, steps=STEPS))
+            jax.block_until_ready(decode(lm.leaves, *arguments))
         (trace,) = Path(folder).glob("**/*.xplane.pb")
         planes = list(jax.profiler.ProfileData.from_file(str(trace)).planes)
     first = min((plane for plane in planes if plane.name.startswith("/device:")), key=lambda plane: plane.name)
@@ -65,21 +56,21 @@ def times(lm):
 
 def on_two(axis):
     """The model on one GPU, and divided over two."""
-    one = random_model(released_widths(), None)
+    one = random_model(released_widths(), BF16)
     return one, on_mesh(one, make_mesh(jax.devices()[:2], **{axis: 2}))
 
 
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_two_gpus_agree_with_one(axis):
     one, two = on_two(axis)
-    *wanted, selected = results(one)
-    *found, other = results(two)
-    for ours, theirs in zip(found, wanted, strict=True):
+    wanted, found = (run(lm, *programs) for lm, programs in zip((one, two), programs_of(one, two), strict=True))
+    for kind, ours, theirs in zip(("prefill", "decode"), found[::2], wanted[::2], strict=True):
         distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-        print(f"{axis}=2: logits, relative distance {distance:.2e}")
+        print(f"{axis}=2: logits of {kind}, relative distance {distance:.2e}")
         assert np.isfinite(ours).all() and distance <= TOLERANCES["bf16"].hidden
-    for name, rows in selected.items():
-        overlap = np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in zip(rows, other[name], strict=True)])
+    for name in (name for name in wanted[1] if name.endswith("selected")):
+        pairs = zip(wanted[1][name], found[1][name], strict=True)
+        overlap = np.mean([len(np.intersect1d(a, b)) / len(a) for a, b in pairs])
         print(f"{axis}=2: {name}, lists overlap {overlap:.4f}")
         assert overlap >= TOLERANCES["bf16"].lists
 
