@@ -70,7 +70,7 @@ class Engine:
         self.page_tokens, self._table_width = cache.page_tokens, cache.block_table.shape[1]
         self._pool = PagePool(s.cache.pages)
         self._prefixes = PrefixCache(list(range(snapshots, EMPTY, -1)), self._pool)
-        self._store = snapshots_of(cache, 1 + snapshots)
+        self._store = model.on_devices(snapshots_of(cache, 1 + snapshots))
         logits = jnp.zeros((max_batch, model.config.vocab_size), jnp.float32)
         terms = jax.tree.map(jnp.asarray, terms_of([None] * max_batch))
         self._slots = Slots(cache, *model.on_devices((logits, terms)))
