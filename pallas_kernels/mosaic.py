@@ -225,6 +225,16 @@ def fence_proxies():
     fence()
 
 
+def synchronize():
+    """Waits until all threads of the warpgroup are here, in a kernel without barriers of Pallas's own."""
+
+    @lane_code(arg_types=(), twin=lambda: None)
+    def wait(_):
+        mgpu.warpgroup_barrier()
+
+    wait()
+
+
 def wait_copies(pending: int):
     """Waits until at most `pending` groups of this thread's cp.async copies are under way."""
 

@@ -151,7 +151,7 @@ def test_compiles_for_hopper():
     assert report.kernels and not report.unsupported, report.text()
     for kernel in report.kernels:
         wide_keys = "d576" in kernel.shape and not kernel.shape.startswith("h16")
-        assert kernel.spill_stores <= (20 if wide_keys else 0), report.text()
+        assert kernel.spill_stores <= (28 if wide_keys else 0), report.text()
         assert kernel.instructions["HGMMA"] >= 40 and kernel.instructions["LDGSTS"] >= 32, report.text()
 
 

@@ -26,6 +26,7 @@ from pallas_kernels.sparse_attention.ring import BLOCKS, KEYS, TILES, VALUES, La
 
 HEADS = 64  # of a thread block: rows of a wgmma
 _HELD = 3  # blocks of the queries in registers
+_SUMS = 8  # columns of sums: what the fewest columns of a wgmma are, each thread has two
 _PER_HEAD = plgpu.Layout.WGMMA.reduce(1)
 _PER_KEY = plgpu.Layout.WGMMA.reduce(0)
 _LOG2E = math.log2(math.e)
@@ -178,15 +179,22 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                     shrink = jnp.exp2(high - new)
                     p = jnp.exp2(s * (scale * _LOG2E) - lax.broadcast_in_dim(new, s.shape, [0]))
                     shrink_s(position)[...] = shrink
+                    if tailed:
+                        mosaic.synchronize()  # all have multiplied with the keys that the probabilities replace
                     see_used(position)
                     probabilities(position)[...] = p.astype(jnp.bfloat16)
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(at["weighed"].at[lax.rem(position, TILES)])
-                    return new, total * shrink + jnp.sum(p, axis=1), position + 1
+                    total = total * lax.broadcast_in_dim(shrink, total.shape, [0])
+                    for column in range(0, KEYS, _SUMS):
+                        total = total + p[:, column : column + _SUMS]
+                    return new, total, position + 1
 
                 high = plgpu.layout_cast(jnp.full((HEADS,), START, jnp.float32), _PER_HEAD)
-                total = plgpu.layout_cast(jnp.zeros((HEADS,), jnp.float32), _PER_HEAD)
+                # Every thread sums what it sees; the sums meet once, at the end.
+                total = plgpu.layout_cast(jnp.zeros((HEADS, _SUMS), jnp.float32), plgpu.Layout.WGMMA)
                 high, total, position = lax.fori_loop(0, ring.count(token), step, (high, total, position + 1))
+                total = jnp.sum(total, axis=1)
                 sinks = plgpu.load(sink_ref.at[pl.ds(head, HEADS)], layout=_PER_HEAD, optimized=False)
                 nothing = total == 0
                 factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp2(sinks * _LOG2E - high)))
@@ -244,6 +252,7 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
                 final = position - 1
                 factor = plgpu.load(ring.bias(final), layout=_PER_HEAD)
                 factor = lax.broadcast_in_dim(factor, accs[0].shape, [0])
+                mosaic.synchronize()
                 for acc, n in zip(accs, own):
                     ring.block(final, n)[...] = (acc * factor).astype(jnp.bfloat16)
                 plgpu.commit_smem()
@@ -272,7 +281,8 @@ def attend(q, kvs, lists, lengths, sink, *, scale, config=None):
         thread_name="wg",
         scratch_types=list(refs.values()),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0,
+            unsafe_no_auto_barriers=True,
         ),
     )(q.reshape(tokens * heads, width), *arrays)
     return out.reshape(tokens, heads, VALUES), lse.reshape(tokens, padded)[:, :heads]
