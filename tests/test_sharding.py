@@ -294,7 +294,7 @@ def test_the_plan_says_what_is_too_large(tmp_path, capsys):
     assert "One of 2 devices of 80.00 GiB" in out and "Fits: mesh ep=1, tp=2, cp=1" in out
     assert cli.main([*command, "--device-memory", "1"]) == 1
     out = capsys.readouterr().out
-    assert re.search(r"Does not fit: a device of mesh ep=\d, tp=\d, cp=\d would hold 2\.0", out)
+    assert re.search(r"Does not fit, not even with Engram tables in host memory: a device of mesh ep=\d, tp=\d, cp=\d would hold 2\.0", out)
     assert "Largest: work of a step 2.00 GiB (on each), " in out
     config = load_config(tmp_path)
     inventory = inventory_of(config)
