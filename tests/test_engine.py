@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tolerances
 from engines import (
-    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, ROWS, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run, small_engine,
-    small_model,
+    BACK, BATCH, CONTEXT, DRAFTS, NO_STOP, PAGE, ROWS, STEPS, answer_alone, assert_greedy, assert_selected, prompt, run,
+    small_engine, small_model,
 )  # fmt: skip
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
@@ -339,7 +339,7 @@ def test_a_request_with_images_gets_in_a_batch_what_it_gets_alone():
     request alone, which are the best ones after the whole sequence in one shot; other embeddings give other logits."""
     lm, rng = small_model(), np.random.default_rng(0)
     ids, width = lm.config.image_token_id, lm.config.hidden_size
-    spans = [ImageSpan(4, rng.standard_normal((7, width)).astype(np.float32)), ImageSpan(2, rng.standard_normal((3, width)).astype(np.float32))]
+    spans = [ImageSpan(at, rng.standard_normal((n, width)).astype(np.float32)) for at, n in ((4, 7), (2, 3))]
     prompts = [prompt(14, 1), prompt(9, 2)]
     for tokens, span in zip(prompts, spans, strict=True):
         tokens[span.start : span.start + len(span.embeddings)] = [ids] * len(span.embeddings)
@@ -522,7 +522,7 @@ def test_ac_76_a_kernel_family_that_is_not_at_hand_is_refused_before_anything_is
 @pytest.mark.parametrize(
     ("changes", "options", "sentence"),
     [
-        ({}, {"page_size": 48}, r"a chunk of 1 x 8 tokens \(prefill_shapes\): the kernel reads pages of .* not of 24 rows"),
+        ({}, {"page_size": 48}, r"a chunk of 1 x 8 tokens \(prefill_shapes\): the kernel reads pages .* not of 24 rows"),
         ({"num_attention_heads": 4, "o_groups": 4}, {}, "takes multiples of 8 heads from 8 to 128, not 4"),
         ({"index_head_dim": 64}, {}, "the kernel takes queries of width 128, and q has width 64"),
         ({"candidate_block_size": 4, "candidate_topk_blocks": 256}, {}, r"the kernel takes blocks of 8 or 16 positions, not 4\. Change what it names, or load"),
