@@ -86,6 +86,7 @@ def test_ac_38_a_shared_prefix_brings_its_window_along():
     feed.check_prefix(tiny_model(), held)
 
 
+@pytest.mark.slow
 def test_ac_42_dense_and_sparse_meet_where_the_list_begins_to_cut():
     """Lengths k-2 .. k+2: up to k positions the list is all of them, and a model with a longer list gives the same."""
     lm, wide = tiny_model(), tiny_model(config=tiny_config(index_topk=9))

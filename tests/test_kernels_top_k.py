@@ -414,7 +414,8 @@ def test_plans_spread_few_long_rows_over_blocks():
 
 
 @pytest.mark.skipif(aot.missing() is not None, reason=aot.missing() or "")
-@pytest.mark.parametrize("target", ["h200", pytest.param("b200", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["h200", "b200"])
 def test_every_case_compiles_without_spills(target):
     report = aot.compile_report((target,), "top_k")
     assert report.kernels and not report.unsupported, report.unsupported

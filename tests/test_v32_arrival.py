@@ -77,6 +77,7 @@ def test_ac_42_beyond_the_cut_early_tokens_stay_in_reach():
         assert (chosen[16:] < 6).any(axis=1).mean() > 0.3
 
 
+@pytest.mark.slow
 def test_a_batch_of_different_lengths_equals_each_alone():
     feed.check_batch(tiny_model(), (1, 6, 23, 40))
 

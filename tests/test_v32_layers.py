@@ -342,7 +342,7 @@ def mla_layer(golden, form: type = LatentAttention) -> LatentAttention:
 class Expanding(LatentAttention):
     """The expanded form over the same lists, as a mask over all of a request's 64 rows."""
 
-    def attend(self, q, rows, slots, numerics):
+    def attend(self, q, rows, slots, block_table, numerics):
         every = jnp.arange(128, dtype=jnp.int32).reshape(2, 64)
         mask = (slots[..., None] == every[:, None, None]).any(-2)
         return self.attend_expanded(q, rows.gather(every, numerics.dtype), mask, numerics)
