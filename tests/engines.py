@@ -71,15 +71,15 @@ class WatchedEngine(Engine):
         lm, self._seen = watched_model(family)
         self.selected, self.ran_ahead = {}, 0
         super().__init__(lm, *arguments, **options)
+        self._state.prefill, self._state.decode = self._noting(self._state.prefill), self._noting(self._state.decode)
 
-    def _run_prefill(self, requests, *arguments):
-        super()._run_prefill(requests, *arguments)
-        self._note(requests)
+    def _noting(self, run):
+        def noted(requests, *arguments):
+            result = run(requests, *arguments)
+            self._note(requests)
+            return result
 
-    def _run_decode(self, requests):
-        tokens = super()._run_decode(requests)
-        self._note(requests)
-        return tokens
+        return noted
 
     def _note(self, requests):
         jax.effects_barrier()
@@ -97,8 +97,8 @@ class WatchedEngine(Engine):
 
     def reorder(self, order: list[int]) -> None:
         """Moves every request to another row of the batch, as an engine with another choice of rows would have it."""
-        cache, logits, terms = taken(self._slots, jnp.array(order, jnp.int32))
-        self._slots = Slots(cache, logits, terms)
+        cache, logits, terms = taken(self._state.slots, jnp.array(order, jnp.int32))
+        self._state.slots = Slots(cache, logits, terms)
         self._rows = [self._rows[old] for old in order]
         for row, request in enumerate(self._rows):
             if request is not None:

@@ -172,7 +172,7 @@ def test_ac_38_a_prefix_of_any_length_is_taken_up_with_its_window(boundary):
         while len(engine.tokens(id)) == len(b):
             engine.step()
         slot = engine._requests[id].slot
-        state = take_requests(engine._slots.cache, jnp.array([slot], jnp.int32))
+        state = take_requests(engine._state.slots.cache, jnp.array([slot], jnp.int32))
         seen = (int(state.length[0]) - 1 - np.arange(7)) % state.windows[0].page_size  # slots of what the next token sees
         rings.append([np.asarray(window.pages)[0][seen] for window in (*state.windows, *state.draft_windows)])
     assert warm.stats.hits == 1 and warm.stats.reused_tokens == boundary and warm.stats.hit_rate > 0.2
@@ -196,7 +196,7 @@ def test_ac_53_a_request_s_numbers_do_not_depend_on_who_is_beside_it():
             engine.add(prompt(n, n), 12, stop_ids=NO_STOP)
         while len(engine.tokens(id)) < len(own) + STEPS:
             engine.step()
-        return np.asarray(engine._slots.logits)[len(before)], engine.tokens(id)
+        return np.asarray(engine._state.slots.logits)[len(before)], engine.tokens(id)
 
     alone, tokens = logits_at_end([], [])
     for before, after in (([], [4, 9]), ([6, 11], [])):
@@ -244,12 +244,12 @@ def test_ac_73_a_burst_speaks_to_nobody(rows):
     and sends nothing out. (The engine also forbids transfers from the device while it starts one.)"""
     engine = small_engine()
     chosen = None if rows == BATCH else np.arange(rows, dtype=np.int32)
-    arguments = (engine.model.leaves, engine._slots, chosen, np.ones(rows, bool))
+    arguments = (engine.model.leaves, engine._state.slots, chosen, np.ones(rows, bool))
     traced = engine.model.programs.decode.trace(*arguments, steps=STEPS, drafts=DRAFTS)
     assert not traced.jaxpr.effects
     state, tokens = traced.out_info
     assert tokens.shape == (rows, STEPS * (1 + DRAFTS))
-    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, engine._slots)
+    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, engine._state.slots)
     program = traced.lower().as_text()
     assert not [word for word in ("callback", "outfeed", "infeed", "send", "recv") if word in program]
 
@@ -257,7 +257,7 @@ def test_ac_73_a_burst_speaks_to_nobody(rows):
 def test_ac_71_arrays_are_donated():
     """No two leaves share a buffer, and a step's old state is gone after it."""
     engine = small_engine()
-    old = jax.tree.leaves(engine._slots)
+    old = jax.tree.leaves(engine._state.slots)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in old]
     assert len(set(pointers)) == len(pointers)
     engine.add(prompt(20), 8, stop_ids=NO_STOP)
@@ -271,9 +271,9 @@ def test_ac_71_no_burst_holds_a_second_pool(rows):
     """The whole state is aliased to the one returned, and a burst's temporaries are small beside it; also where only some
     rows of the batch take part."""
     engine = small_engine(pages=8000)
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._slots))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.slots))
     chosen = None if rows is None else np.arange(rows, dtype=np.int32)
-    arguments = (engine.model.leaves, engine._slots, chosen, np.zeros(BATCH if rows is None else rows, bool))
+    arguments = (engine.model.leaves, engine._state.slots, chosen, np.zeros(BATCH if rows is None else rows, bool))
     memory = engine.model.programs.decode.lower(*arguments, steps=STEPS, drafts=DRAFTS).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size > 2**24
     assert memory.temp_size_in_bytes < 0.1 * size
@@ -297,8 +297,8 @@ def test_ac_74_the_host_s_own_work_is_below_2_ms_a_step(monkeypatch):
     """All that the host does for a burst of 32 requests, with a device that answers at once."""
     engine = Engine(small_model(), 32, 400, PAGE, prefill_shapes=((32, 8),), decode_rows=(32,), steps=STEPS)
     tokens = jnp.full((32, STEPS), 5, jnp.int32)
-    monkeypatch.setattr(engine, "_run_prefill", lambda *arguments: None)
-    monkeypatch.setattr(engine, "_run_decode", lambda requests: tokens)
+    monkeypatch.setattr(engine._state, "prefill", lambda *arguments: None)
+    monkeypatch.setattr(engine._state, "decode", lambda requests: tokens)
     for n in range(32):
         engine.add(prompt(4, n), 300, stop_ids=NO_STOP)
     times = []
@@ -567,8 +567,8 @@ def test_the_pool_is_what_the_memory_leaves():
     """Pages, states of requests and snapshots together stay within the bytes, and one page more would not."""
     budget = 600_000
     engine = Engine(small_model(), BATCH, CONTEXT, PAGE, memory_bytes=budget, snapshots=2)
-    held = sum(x.nbytes for x in jax.tree.leaves((engine._slots.cache, engine._store)))
-    page = sum(x.nbytes // engine.pages for x in arrays_of(engine._slots.cache)[1])
+    held = sum(x.nbytes for x in jax.tree.leaves((engine._state.slots.cache, engine._state.store)))
+    page = sum(x.nbytes // engine.pages for x in arrays_of(engine._state.slots.cache)[1])
     assert budget - page < held <= budget and engine.pages > 5
 
 

@@ -6,20 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from dsa_jax.cache.requests import snapshots_of
 from dsa_jax.engine.demands import require_kernels, sizes_of
 from dsa_jax.engine.pages import PagePool
 from dsa_jax.engine.prefix import Prefix, PrefixCache
-from dsa_jax.engine.programs import Slots
 from dsa_jax.engine.report import Event, Stats
-from dsa_jax.engine.request import STOP_IDS, Burst, Request, on_host, table_of, terms_of
+from dsa_jax.engine.request import STOP_IDS, Burst, Request, on_host
+from dsa_jax.engine.state import EMPTY, State
 from dsa_jax.sampling import Sampling
-
-ADMITTED = 8  # requests that one call of the admission program takes
-EMPTY = 0  # place of the snapshot store that holds the state of a request without tokens
 
 
 class Engine:
@@ -66,14 +61,10 @@ class Engine:
             steps=steps, drafts=drafts, max_rollback=max_rollback, snapshots=snapshots, boundary=boundary,
         )  # fmt: skip
         require_kernels(model, s)
-        cache = model.new_cache(max_batch, s.table_tokens, s.cache)
-        self.page_tokens, self._table_width = cache.page_tokens, cache.block_table.shape[1]
+        self._state = State(model, s)
+        self.page_tokens = self._state.page_tokens
         self._pool = PagePool(s.cache.pages)
         self._prefixes = PrefixCache(list(range(snapshots, EMPTY, -1)), self._pool)
-        self._store = model.on_devices(snapshots_of(cache, 1 + snapshots))
-        logits = jnp.zeros((max_batch, model.config.vocab_size), jnp.float32)
-        terms = jax.tree.map(jnp.asarray, terms_of([None] * max_batch))
-        self._slots = Slots(cache, *model.on_devices((logits, terms)))
         self._rows: list[Request | None] = [None] * max_batch
         self._queue: deque[Request] = deque()
         self._requests: dict[int, Request] = {}
@@ -183,7 +174,7 @@ class Engine:
         self._own_pages(request, fed // self.page_tokens)
         request.tokens = request.tokens[:kept] + [int(t) for t in then]
         request.fed, request.state = fed, "prefill"
-        self._rewind()
+        self._state.rewind(self._rows)
 
     def forget_prefixes(self) -> None:
         """Frees all kept prefixes."""
@@ -192,21 +183,7 @@ class Engine:
     def warm_up(self, images: bool = False) -> None:
         """Compiles every program that a step may need, with `images` also those of chunks with image embeddings. No request
         is touched. ValueError for images of a model that takes text alone."""
-        s, nobody = self.sizes, [None]
-        programs = self.model.programs
-        self._slots = programs.admit(self._slots, self._store, *self._admission(nobody, [EMPTY]))
-        self._slots = programs.copy(self._slots, *self._copies([]))
-        for requests, rows in s.prefill_shapes:
-            for image in (None, self.model.no_images(requests, rows)) if images else (None,):
-                tokens, count = np.zeros((requests, rows), np.int32), np.zeros(requests, np.int32)
-                self._run_prefill(nobody * requests, tokens, count, image)
-        for requests in s.decode_rows:
-            self._run_decode(nobody * requests)
-        if s.snapshots:
-            for requests in {requests for requests, _ in s.prefill_shapes} | {1}:
-                self._keep([], requests)
-        if s.max_rollback:
-            self._rewind()
+        self._state.warm_up(images)
 
     # ------------------------------------------------------------ admission
 
@@ -250,10 +227,7 @@ class Engine:
             admitted.append(request)
             events.append(Event(request.id, "started"))
         self._copy(copies)
-        for first in range(0, len(admitted), ADMITTED):
-            part = slice(first, first + ADMITTED)
-            arguments = self._admission(admitted[part], places[part])
-            self._slots = self.model.programs.admit(self._slots, self._store, *arguments)
+        self._state.admit(admitted, places)
         return events
 
     def _place(self, request: Request, places: list[int], copies: list[tuple[int, int]]) -> str:
@@ -295,14 +269,6 @@ class Engine:
             self._stats.hits += 1
             self._stats.reused_tokens += prefix.tokens
 
-    def _admission(self, requests: list[Request | None], places: list[int]) -> tuple[Any, ...]:
-        """Arguments of the admission program, padded to its size."""
-        size = min(ADMITTED, self.sizes.max_batch)
-        padded = requests + [None] * (size - len(requests))
-        rows = np.array([-1 if r is None else r.slot for r in padded], np.int32)
-        taken = np.array(places + [EMPTY] * (size - len(places)), np.int32)
-        return rows, taken, table_of(padded, self._table_width), terms_of(padded)
-
     # ------------------------------------------------------------ steps
 
     def _prefill(self) -> None:
@@ -328,7 +294,7 @@ class Engine:
             image = self.model.image_rows(
                 [*(r.images for r in chosen), *[()] * idle], [*(r.fed for r in chosen), *[0] * idle], rows
             )
-        self._run_prefill(chosen + [None] * (requests - len(chosen)), tokens, count, image)
+        self._state.prefill(chosen + [None] * (requests - len(chosen)), tokens, count, image)
         kept = []
         for request, n in zip(chosen, count, strict=False):
             request.fed += int(n)
@@ -369,7 +335,7 @@ class Engine:
         size = next(n for n in self.sizes.decode_rows if n >= len(running))
         padded = placed if size == self.sizes.max_batch else running + [None] * (size - len(running))
         with jax.transfer_guard_device_to_host("disallow"):
-            return Burst(padded, self._run_decode(padded))
+            return Burst(padded, self._state.decode(padded))
 
     def _can_run_ahead(self) -> bool:
         """Whether nothing has to be decided before the next burst.
@@ -419,26 +385,7 @@ class Engine:
             return f"The answer has max_new_tokens={request.max_new_tokens} tokens."
         return ""
 
-    def _run_prefill(self, requests: Sequence[Request | None], tokens: np.ndarray, count: np.ndarray, image: Any) -> None:
-        rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
-        self._slots = self.model.programs.prefill(self.model.leaves, self._slots, rows, tokens, count, image)
-
-    def _run_decode(self, requests: Sequence[Request | None]) -> jax.Array:
-        rows = None
-        if len(requests) < self.sizes.max_batch:
-            rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
-        active = np.array([r is not None for r in requests])
-        self._slots, tokens = self.model.programs.decode(
-            self.model.leaves, self._slots, rows, active, steps=self.sizes.steps, drafts=self.sizes.drafts
-        )
-        return tokens
-
     # ------------------------------------------------------------ pages
-
-    def _rewind(self) -> None:
-        """Tells the device how many tokens each request holds, and its pages."""
-        lengths = np.array([0 if r is None else r.fed for r in self._rows], np.int32)
-        self._slots = self.model.programs.rewind(self._slots, lengths, table_of(self._rows, self._table_width))
 
     def _keep(self, requests: list[Request], size: int) -> None:
         """Keeps the state of requests that stand at a boundary, by the program for up to `size` of them."""
@@ -449,7 +396,7 @@ class Engine:
             place = self._prefixes.keep(request.held(), request.page_ids[: -(-request.fed // self.page_tokens)])
             if place is not None:
                 rows[i], places[i] = request.slot, place
-        self._store = self.model.programs.keep(self._store, places, self._slots, rows)
+        self._state.keep(rows, places)
 
     def _leave(self, request: Request) -> None:
         """Forgets `request` and frees its row and pages."""
@@ -476,13 +423,7 @@ class Engine:
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         self._stats.copied_pages += len(copies)
-        for first in range(0, len(copies), self.sizes.max_batch):
-            part = copies[first : first + self.sizes.max_batch]
-            self._slots = self.model.programs.copy(self._slots, *self._copies(part))
-
-    def _copies(self, copies: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-        pairs = np.array(copies + [(-1, -1)] * (self.sizes.max_batch - len(copies)), np.int32)
-        return pairs[:, 0], pairs[:, 1]
+        self._state.copy(copies)
 
     def _known(self, id: int) -> Request:
         if id not in self._requests:
