@@ -1,6 +1,7 @@
 """Layers against what DeepSeek's own modules computed (tests/golden/v41/ops)."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -170,9 +171,12 @@ def test_ac_65_the_clamp_comes_before_the_product_and_the_gate_is_cut_above_only
     np.testing.assert_allclose(free, [silu(20.0) * -30, silu(-20.0) * 30, silu(3.0) * 2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_equal_a_loop_over_them(tokens):
-    """Grouping by expert, tiles and the ascending sum against one expert at a time; idle rows give 0."""
+def test_experts_equal_a_loop_over_them(tokens, at_once, monkeypatch):
+    """Grouping by expert, tiles, batches of tiles and the ascending sum against one expert at a time; idle rows give 0."""
+    monkeypatch.setattr(moe, "DEQUANTIZED_BYTES", at_once * 3 * 64 * 32 * 4)
+    monkeypatch.setattr(moe, "ROWS_OF_DEQUANTIZING", 4)  # tiles of few rows: more than one for some experts
     rng = np.random.default_rng(tokens)
     experts, width, inner, k = 5, 64, 32, 3
     layer = moe.Experts(experts, width, inner, 10.0)
@@ -202,6 +206,38 @@ def test_experts_equal_a_loop_over_them(tokens):
     scale = np.abs(expected).max()
     assert np.abs(ours - expected).max() <= tolerances.of("model.experts") * scale
     assert not ours[~valid].any()
+
+
+@pytest.mark.parametrize("valid", [0, 1, 64])
+@pytest.mark.parametrize("used", ["one", "rest", "all"])
+def test_experts_of_a_lopsided_routing(used, valid, monkeypatch):
+    """No routing needs more tiles than are computed, and none changes what a row gets: each expert multiplies by its id."""
+    experts, width, tokens = 8, 32, 64
+    monkeypatch.setattr(moe, "ROWS_OF_DEQUANTIZING", 1)
+    layer = moe.Experts(experts, width, width, 0.0)
+
+    def weighted(expert, rows, weight, numerics):
+        return rows * weight * expert.astype(jnp.float32)
+
+    monkeypatch.setattr(layer, "weighted", weighted)
+    # rest: seven experts have one row each, the last one the others.
+    few = np.minimum(np.arange(tokens), experts - 1)
+    chosen = {"one": np.full(tokens, 5), "rest": few, "all": np.arange(tokens) % experts}[used].astype(np.int32)
+    x = jnp.arange(1, tokens + 1, dtype=jnp.float32)[:, None] * jnp.ones(width)
+    ours = layer(x, jnp.asarray(chosen)[:, None], jnp.full((tokens, 1), 2.0), jnp.arange(tokens) < valid, F32)
+    expected = np.arange(1, tokens + 1) * 2.0 * chosen * (np.arange(tokens) < valid)
+    assert np.array_equal(np.asarray(ours), np.broadcast_to(expected[:, None], ours.shape))
+
+
+@pytest.mark.parametrize(("tokens", "iterations"), [(1, 1), (32, 6), (2048, 12)])
+def test_the_experts_loop_has_a_length_that_no_routing_changes(tokens, iterations):
+    """At V4.1's widths with 32 experts: a loop of data-dependent length waits for the host in every iteration on a GPU."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: moe.Experts(32, 5120, 2304, 10.0)))
+    kinds = ((5120,), jnp.bfloat16), ((6,), jnp.int32), ((6,), jnp.float32), ((), jnp.bool_)
+    arrays = [jax.ShapeDtypeStruct((tokens, *shape), dtype) for shape, dtype in kinds]
+    program = str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, BF16))(state, *arrays))
+    assert "while[" not in program and "cond[" not in program
+    assert re.findall(r"\blength=(\d+)", program) == [str(iterations)]
 
 
 # ---------------------------------------------------------------- hyper-connections

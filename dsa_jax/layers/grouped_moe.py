@@ -63,6 +63,7 @@ class QuantizedExpertLinears(nnx.Module):
     """
 
     def __init__(self, experts: int, out_features: int, in_features: int, block: tuple[int, int]):
+        self.out_features, self.in_features = out_features, in_features
         self.block, self.input_kind = block, f"fp8_{block[1]}"
         tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features), jnp.float8_e4m3fn))
@@ -79,7 +80,7 @@ class QuantizedExperts(Experts):
     """The routed experts, stacked: FP8 linears, and the route weight enters after w2, in float32."""
 
     def __init__(self, experts: int, width: int, inner: int, block: tuple[int, int]):
-        self.experts, self.limit = experts, 0.0
+        self.limit = 0.0
         self.w1 = QuantizedExpertLinears(experts, inner, width, block)
         self.w2 = QuantizedExpertLinears(experts, width, inner, block)
         self.w3 = QuantizedExpertLinears(experts, inner, width, block)

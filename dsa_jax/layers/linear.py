@@ -67,7 +67,7 @@ class ExpertLinears(nnx.Module):
     """
 
     def __init__(self, experts: int, out_features: int, in_features: int, group: int = 32):
-        self.input_kind = f"fp8_{group}"
+        self.out_features, self.in_features, self.input_kind = out_features, in_features, f"fp8_{group}"
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features // 2), jnp.uint8))
         self.scale = nnx.Param(jnp.zeros((experts, out_features, in_features // 32), jnp.uint8))
 

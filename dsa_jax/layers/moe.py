@@ -14,7 +14,13 @@ from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
 from dsa_jax.numerics import Numerics, f32, matmul
 from dsa_jax.tap import Tap
 
-LARGEST_TILE = 128  # rows of one expert computed together: enough to keep a matrix unit busy
+ROWS_OF_DEQUANTIZING = 256
+"""To dequantise an expert takes about as long as its products with so many rows. An H200's datasheet says 464 (4.5 bytes
+a weight, 2 operations a weight and row), and products of tiles stay behind it."""
+
+DEQUANTIZED_BYTES = 512 << 20
+"""Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
+little beside the caches of a device that holds such a model."""
 
 
 class Gate(nnx.Module):
@@ -84,11 +90,22 @@ class SharedExpert(nnx.Module):
         return self.w2(numerics.round(a), numerics)
 
 
+def tile_rows(tokens: int, pairs: int, experts: int) -> int:
+    """Rows of a tile, a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least.
+
+    With no more than one pair an expert these are single rows, whose products need no dequantised weight in memory.
+    """
+    if pairs <= experts:
+        return 1
+    next_to_root = 1 << ((ROWS_OF_DEQUANTIZING * pairs // experts).bit_length() // 2)
+    return min(next_to_root, 1 << (tokens - 1).bit_length())  # a token's experts differ from one another
+
+
 class Experts(nnx.Module):
     """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down); inputs in FP8 groups of `group`."""
 
     def __init__(self, experts: int, width: int, inner: int, limit: float, group: int = 32):
-        self.experts, self.limit = experts, limit
+        self.limit = limit
         self.w1 = ExpertLinears(experts, inner, width, group)
         self.w2 = ExpertLinears(experts, width, inner, group)
         self.w3 = ExpertLinears(experts, inner, width, group)
@@ -103,38 +120,54 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T d"]:
         """Σ over the chosen experts of expert(x)·weight: float32 sum in ascending expert id, not rounded.
 
-        (Token, expert) pairs are sorted by expert and cut into tiles that belong to one expert each; one tile's
-        weights are dequantised at a time. Rows that are not valid are left out and give 0. On several devices each
-        computes the experts that it holds, and the sums are added.
+        (Token, expert) pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are
+        computed at once as DEQUANTIZED_BYTES allows, and always as many as the worst routing needs: a trip count that
+        depends on the routing would be read back to the host before every iteration. Rows that are not valid are left
+        out and give 0. On several devices each computes the experts that it holds, and the sums are added.
         """
         (T, d), k, E = x.shape, chosen.shape[1], len(self.w1.weight[...])
-        tile = min(LARGEST_TILE, 1 << (-(-T * k // self.experts) - 1).bit_length())
+        pairs = T * k
+        tile = tile_rows(T, pairs, E)
+        tiles = min(pairs, E + pairs // tile)  # no routing needs more
+        iterations = -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
+        at_once = -(-tiles // iterations)
+
         own = ranks.own(chosen, "experts", E)
         expert_of = jnp.where(valid[:, None] & (own >= 0) & (own < E), own, E).reshape(-1)
         order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
-        sizes = jnp.bincount(expert_of, length=E)
+        sizes = jnp.bincount(expert_of, length=E).astype(jnp.int32)
         ends = jnp.cumsum(sizes)
-        last_tile = jnp.cumsum(-(-sizes // tile))
+        tiles_of = -(-sizes // tile)
+        last_tile = jnp.cumsum(tiles_of)
 
-        def one_tile(i, pairs_out):
-            e = jnp.searchsorted(last_tile, i, side="right")
-            first = ends[e] - sizes[e]
-            tiles_before = last_tile[e] - (-(-sizes[e] // tile))
-            place = first + (i - tiles_before) * tile + jnp.arange(tile)
-            pair = jnp.where(place < ends[e], ops.gather_rows(order, place), -1)
-            token = jnp.where(pair < 0, -1, pair // k)
-            rows = ops.gather_rows(x, token)
-            weight = ops.gather_rows(weights.reshape(-1), pair)[:, None]
-            return ops.scatter_rows(pairs_out, pair, self.weighted(e, rows, weight, numerics))
+        number = jnp.arange(iterations * at_once, dtype=jnp.int32)
+        # Tiles that hold no pair repeat the last expert in use, whose weights are then likely still in the L2 cache.
+        used = jnp.minimum(number, last_tile[-1] - 1)
+        expert = jnp.minimum(jnp.searchsorted(last_tile, used, side="right", method="compare_all"), E - 1)
+        first = (ends - sizes)[expert] + (number - (last_tile - tiles_of)[expert]) * tile
+        place = first[:, None] + jnp.arange(tile)
+        pair = jnp.where(place < ends[expert][:, None], ops.gather_rows(order, place), -1)
 
-        # The trip count is data: only tiles that hold a pair are computed.
-        pairs_out = jnp.zeros((T * k, d), self.weighted_dtype(numerics))
-        out = lax.fori_loop(0, last_tile[-1], one_tile, pairs_out).reshape(T, k, d)
+        def one_batch(pairs_out, batch):
+            expert, pair = batch
+            rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
+            weight = ops.gather_rows(weights.reshape(-1), pair)[..., None]
+            out = jax.vmap(lambda *of_tile: self.weighted(*of_tile, numerics))(expert, rows, weight)
+            return ops.scatter_rows(pairs_out, pair.reshape(-1), out.reshape(-1, d)), None
+
+        batches = expert.reshape(iterations, at_once), pair.reshape(iterations, at_once, tile)
+        pairs_out = jnp.zeros((pairs, d), self.weighted_dtype(numerics))
+        out = lax.scan(one_batch, pairs_out, batches)[0].reshape(T, k, d)
         out = jnp.take_along_axis(out, jnp.argsort(chosen, axis=-1)[..., None], axis=1)
         y = jnp.zeros((T, d), jnp.float32)
         for i in range(k):
             y = y + f32(out[:, i])
         return ranks.total(y, "experts")
+
+    def dequantized_bytes(self, numerics: Numerics) -> int:
+        """Bytes of one expert's dequantised weights."""
+        linears = (self.w1, self.w2, self.w3)
+        return sum(linear.out_features * linear.in_features for linear in linears) * numerics.dtype.itemsize
 
     def weighted(
         self, expert: Array, rows: Float[Array, "R d"], weight: Float[Array, "R 1"], numerics: Numerics
