@@ -108,7 +108,7 @@ else:
     with urllib.request.urlopen("https://api.github.com/repos/dsa-jax/dsa-jax/contents/docs/measured") as listing:
         files = [json.load(urllib.request.urlopen(entry["download_url"])) for entry in json.load(listing)]
 for measured in files:
-    rows = [row for row in measured["rows"] if row["peer_us"]]
+    rows = [row for row in measured["rows"] if row.get("peer_us")]
     labels = [row["shape"] for row in rows]
     figure, axes = plt.subplots(figsize=(9, 0.22 * len(rows) + 1.4), layout="constrained")
     places = range(len(rows))

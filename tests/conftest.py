@@ -1,5 +1,6 @@
 """What all tests share: type checks of public functions, and golden files."""
 
+import gc
 import importlib.util
 import json
 import lzma
@@ -27,6 +28,7 @@ if importlib.util.find_spec("beartype") is not None:
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
 
+MAPPINGS = 40_000
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = {
     "F64": np.float64,
@@ -63,6 +65,17 @@ def read_golden(name: str) -> dict[str, np.ndarray]:
 def golden():
     """read_golden, for tests that take it as a fixture."""
     return read_golden
+
+
+@pytest.fixture(autouse=True)
+def room_for_programs():
+    """Compiled programs are memory mappings, an interpreted kernel some 400 of them. Linux gives a process 65,530, and XLA
+    aborts when they are used up: all programs are forgotten before."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture
