@@ -217,8 +217,7 @@ def candidates_of(rng, rows, lengths, size, count):
 
 
 @pytest.mark.parametrize("heads, page_size, size, count, form", CANDIDATES)
-def test_candidates(heads, page_size, size, count, form, monkeypatch):
-    monkeypatch.setattr(candidate_sm90, "_AHEAD", 1)
+def test_candidates(heads, page_size, size, count, form):
     rng = np.random.default_rng(heads)
     q, weights = queries(rng, 2, 2, heads)
     if form == IndexMXFP4(128):
@@ -233,8 +232,7 @@ def test_candidates(heads, page_size, size, count, form, monkeypatch):
 
 
 @pytest.mark.parametrize("packed_keys, count", [slow(False, 8), (True, 8), slow(False, 40)])
-def test_ragged_candidates_up_to_the_last_key(packed_keys, count, monkeypatch):
-    monkeypatch.setattr(candidate_sm90, "_AHEAD", 1)
+def test_ragged_candidates_up_to_the_last_key(packed_keys, count):
     rng = np.random.default_rng(5)
     q, weights = queries(rng, 3, 32)
     total = 8 * count - 3
@@ -252,6 +250,23 @@ def test_ragged_candidates_up_to_the_last_key(packed_keys, count, monkeypatch):
     config = TuningConfig(columns=64, math=2, stages=4)
     found = interpreted(function, q, k, weights, candidates, config=config, schedule=schedule, **arguments)
     agree(found, ragged_candidate_logits(q, k, weights, candidates, implementation="reference", **arguments))
+
+
+@pytest.mark.parametrize("form", [IndexMXFP4(128), slow(IndexFP8(128))])
+def test_a_thread_block_with_many_rows_of_few_candidates(form):
+    """As in the first chunk of a prompt: rows one after the other, none with the tiles that a producer can have under way.
+    A producer that tells of a tile only when it has begun so many others waits for ever."""
+    rng = np.random.default_rng(12)
+    q, weights = queries(rng, 1, 8, 32)
+    if form == IndexMXFP4(128):
+        q = q.astype(jnp.bfloat16)
+    lengths = np.arange(1, 9, dtype=np.int32)[None] * 9
+    keys, table = paged(rng, 1, 2, 64, lengths, form)
+    ids = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (1, 8, 16))
+    candidates = expand_candidates(ids, jnp.asarray(lengths), 8)
+    arguments = dict(context_lens=jnp.asarray(lengths), block_table=table)
+    found = interpreted(candidate_sm90.candidate_logits, q, keys, weights, candidates, **arguments)
+    agree(found, candidate_logits(q, keys, weights, candidates, implementation="reference", **arguments))
 
 
 BLACKWELL_RAGGED = [

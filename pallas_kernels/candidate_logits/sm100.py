@@ -11,7 +11,7 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic
+from pallas_kernels import copies
 from pallas_kernels.candidate_logits import sm90
 from pallas_kernels.candidate_logits.sm90 import make_ragged_schedule, make_schedule  # noqa: F401
 from pallas_kernels.indexer_logits import keys as index_keys
@@ -66,10 +66,10 @@ def _score(q, q_scale, views, weights, schedule, kind, blocks, size, layout, rou
 
     def load(refs, row, tile, values_smem, words_smem, barrier):
         values_ref, words_ref, places_ref = refs
-        places = mosaic.load_places(places_ref, row * sm90.row_places(blocks) + tile * per_tile)
+        places = copies.load_places(places_ref, row * sm90.row_places(blocks) + tile * per_tile)
         for half in range(halves):
             keys = pl.ds(half * lanes.KEYS, lanes.KEYS)
-            mosaic.gather_tile(
+            copies.gather_tile(
                 values_smem.at[keys], words_smem.at[keys], values_ref, words_ref, places, half * (per_tile // halves),
                 size=size, word_layout=layout, swizzle=kind.swizzle,
             )  # fmt: skip
@@ -77,7 +77,7 @@ def _score(q, q_scale, views, weights, schedule, kind, blocks, size, layout, rou
     visible = schedule.visible[:, None]
     scores = dense.score(
         q[:, None], None if q_scale is None else q_scale[:, None], weights[:, None], jnp.zeros_like(visible), visible,
-        kind, (*views, schedule.places), load, 0, total=blocks * size, rounding=rounding, groups=halves,
+        kind, (*views, schedule.places), load, None, total=blocks * size, rounding=rounding,
     )  # fmt: skip
     return scores[:, 0]
 

@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import indexing, mosaic
+from pallas_kernels import copies, indexing, mosaic
 from pallas_kernels.indexer_logits import keys as index_keys
 from pallas_kernels.indexer_logits import lanes, ring
 from pallas_kernels.indexer_logits import sm90 as dense
@@ -24,7 +24,6 @@ from pallas_kernels.indexer_logits.ring import Segment, TuningConfig
 BLOCK_SIZES = (8, 16)
 CONFIG = TuningConfig(columns=64, math=2, stages=10)
 MXFP4 = TuningConfig(columns=64, math=4, stages=12)
-_AHEAD = 6  # tiles that the producer keeps under way
 
 
 @jax.tree_util.register_dataclass
@@ -106,8 +105,8 @@ def _schedule(candidates, lengths, places, heads):
     visible = _visible_columns(candidates, lengths).reshape(-1)
     # Whole lists of places, so that the last tiles of a row can be gathered like the others.
     places = places.reshape(visible.shape[0], -1)
-    places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % mosaic.PLACES))).reshape(-1)
-    places = jnp.pad(places, (0, mosaic.PLACES))
+    places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % copies.PLACES))).reshape(-1)
+    places = jnp.pad(places, (0, copies.PLACES))
     # More than one query only to fill a wgmma: one row counts.
     return CandidateSchedule(dense.cut(visible, dense.queries_per_block(1, heads, CONFIG.columns)), visible, places)
 
@@ -133,21 +132,20 @@ def _score(q, values, words, weights, schedule, kind, blocks, size, layout, roun
     threads = schedule.runs.first.shape[0] - 1
     per_tile = lanes.KEYS // size
     tiles = -(-total // lanes.KEYS)
-    listed = mosaic.PLACES // per_tile  # tiles
-    last = schedule.places.shape[0] - mosaic.PLACES
+    listed = copies.PLACES // per_tile  # tiles
+    last = schedule.places.shape[0] - copies.PLACES
     stored = tiles * lanes.KEYS if mosaic.is_interpreted() else total
 
     def body(q_ref, w_ref, visible_ref, places_ref, segment_ref, first_ref, values_ref, *refs):
         words_ref = refs[0] if kind.scaled else None
-        out_ref, *scratch = refs[kind.scaled :]
+        out_ref, *scratch, started = refs[kind.scaled :]
         scratch = ring.Scratch(*scratch)
+        full = copies.CopyBarriers(scratch.full, config.stages)
+        scratch = scratch._replace(full=full)
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
         segments = dense.scheduled(
             segment_ref, first_ref, thread, lambda row, low, high: Segment(row, row + 1, low, high)
         )
-
-        def arrive(tile):
-            plgpu.barrier_arrive(scratch.full.at[lax.rem(tile, config.stages)])
 
         def load_queries(segment, q_s, w_s, barrier):
             column = pl.ds(segment.first * heads, columns)
@@ -162,45 +160,37 @@ def _score(q, values, words, weights, schedule, kind, blocks, size, layout, roun
             lists = (count + listed - 1) // listed
 
             def fetch(part):
-                return mosaic.load_places(places_ref, jnp.minimum(begin + part * mosaic.PLACES, last))
+                return copies.load_places(places_ref, jnp.minimum(begin + part * copies.PLACES, last))
 
             def gather_list(part, carry):
                 loaded, places = carry
                 following = fetch(part + 1)
 
                 def load(tile, to):
-                    mosaic.gather_tile(
+                    copies.gather_tile(
                         kind.rows(scratch.tiles, to), scratch.tiles[1].at[to] if kind.scaled else None, values_ref,
                         words_ref, places, (tile - part * listed) * per_tile, size=size, word_layout=layout,
                         swizzle=kind.swizzle,
                     )  # fmt: skip
-
-                def gathered(loaded):
-                    @pl.when(loaded > _AHEAD)
-                    def _():
-                        mosaic.wait_copies(_AHEAD)
-                        arrive(loaded - 1 - _AHEAD)
+                    full.arrive(to)
 
                 stop = jnp.minimum((part + 1) * listed, count)
-                return ring.load_tiles(load, part * listed, stop, loaded, scratch, config, gathered), following
+                return ring.load_tiles(load, part * listed, stop, loaded, scratch, config), following
 
             return lax.fori_loop(0, lists, gather_list, (loaded, fetch(0)))[0]
-
-        def finish(loaded):
-            mosaic.wait_copies(0)
-            lax.fori_loop(jnp.maximum(loaded - _AHEAD, 0), loaded, lambda tile, _: arrive(tile), None)
 
         def math():
             dense.fill_unseen(out_ref, visible_ref, 1, 1, thread * config.math + wg, threads * config.math)
             ring.consume(
                 segments, scratch, config, wg, kind, out_ref, None, visible_ref, queries=queries, heads=heads,
-                rounding=rounding, copied=True,
+                rounding=rounding,
             )  # fmt: skip
 
+        pl.when(wg == config.math)(full.initialise)
+        plgpu.barrier_arrive(started)
+        plgpu.barrier_wait(started)
         lax.cond(
-            wg == config.math,
-            lambda: ring.produce(segments, scratch, config, load_queries, load_segment, finish),
-            math,
+            wg == config.math, lambda: ring.produce(segments, scratch, config, load_queries, load_segment), math
         )
 
     scores = plgpu.kernel(
@@ -210,7 +200,9 @@ def _score(q, values, words, weights, schedule, kind, blocks, size, layout, roun
         grid_names=("thread",),
         num_threads=config.math + 1,
         thread_name="wg",
-        scratch_types=ring.scratch_types(columns, kind, 1, config),
+        scratch_types=[
+            *ring.scratch_types(columns, kind, None, config), plgpu.Barrier(num_arrivals=config.math + 1)
+        ],  # fmt: skip
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
         kind.queries(q).reshape(rows * heads, width), weights.astype(jnp.float32).reshape(-1), schedule.visible,
@@ -221,12 +213,12 @@ def _score(q, values, words, weights, schedule, kind, blocks, size, layout, roun
 
 def row_places(blocks: int) -> int:
     """Places that a CandidateSchedule holds for a row of so many blocks."""
-    return -(-blocks // mosaic.PLACES) * mosaic.PLACES
+    return -(-blocks // copies.PLACES) * copies.PLACES
 
 
 def check_schedule(schedule, rows, heads, blocks, size):
     """Raises ValueError for a schedule that was made for other rows, candidates or heads."""
-    places = rows * row_places(blocks) + mosaic.PLACES
+    places = rows * row_places(blocks) + copies.PLACES
     queries = dense.queries_per_block(1, heads, CONFIG.columns)
     found = (schedule.visible.shape[0], schedule.places.shape[0], schedule.runs.queries)
     if found != (rows, places, queries):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
+from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.indexer_logits import lanes
 from pallas_kernels.indexer_logits.keys import WIDTH
 
@@ -89,13 +90,17 @@ class Scratch(NamedTuple):
 
 
 def scratch_types(columns, kind, copies, config) -> list:
-    """Of a Scratch; `copies` arrivals make a tile full."""
+    """Of a Scratch; `copies` arrivals make a tile full, or those of a CopyBarriers where it is None."""
     return list(
         Scratch(
             q=plgpu.SMEM((2, columns, WIDTH), kind.query_dtype, transforms=kind.query_tile),
             w=plgpu.SMEM((2, columns), jnp.float32),
             tiles=kind.scratch(config.stages),
-            full=plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages),
+            full=(
+                copy_barriers(config.stages)
+                if copies is None
+                else plgpu.Barrier(num_arrivals=copies, num_barriers=config.stages)
+            ),
             empty=plgpu.Barrier(num_barriers=config.stages),
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=2),
             used=plgpu.Barrier(num_arrivals=config.math, num_barriers=2),
@@ -103,7 +108,7 @@ def scratch_types(columns, kind, copies, config) -> list:
     )
 
 
-def produce(segments: Segments, scratch: Scratch, config, load_queries, load_segment, finish=lambda loaded: None):
+def produce(segments: Segments, scratch: Scratch, config, load_queries, load_segment):
     """The producer warpgroup. load_queries(segment, q, w, barrier) and load_segment(segment, loaded) -> loaded."""
     plgpu.set_max_registers(config.registers[0], action="decrease")
 
@@ -118,7 +123,6 @@ def produce(segments: Segments, scratch: Scratch, config, load_queries, load_seg
         return load_segment(segment, loaded)
 
     loaded = segments.walk(step, jnp.int32(0))
-    finish(loaded)
 
     def see(barriers, count, size):
         """Waits for the last arrivals: none is left unseen."""
@@ -129,8 +133,8 @@ def produce(segments: Segments, scratch: Scratch, config, load_queries, load_seg
     see(scratch.used, segments.count, 2)
 
 
-def load_tiles(load, begin, stop, loaded, scratch: Scratch, config, after=lambda loaded: None):
-    """Loads the tiles [begin, stop) into the ring, after `loaded` others; `after` hears how many were. Returns that."""
+def load_tiles(load, begin, stop, loaded, scratch: Scratch, config):
+    """Loads the tiles [begin, stop) into the ring, after `loaded` others. Returns how many there were then."""
 
     def step(tile, loaded):
         slot = lax.rem(loaded, config.stages)
@@ -140,7 +144,6 @@ def load_tiles(load, begin, stop, loaded, scratch: Scratch, config, after=lambda
             plgpu.barrier_wait(scratch.empty.at[slot])
 
         load(tile, slot)
-        after(loaded + 1)
         return loaded + 1
 
     return lax.fori_loop(begin, stop, step, jnp.int32(loaded))
@@ -148,12 +151,11 @@ def load_tiles(load, begin, stop, loaded, scratch: Scratch, config, after=lambda
 
 def consume(
     segments: Segments, scratch: Scratch, config, wg, kind, out_ref, start_ref, end_ref, *, queries, heads, rounding,
-    copied=False, compressed=False, after=lambda segment: None,
+    compressed=False, after=lambda segment: None,
 ):  # fmt: skip
     """A math warpgroup: scores its tiles of every segment and stores them; then `after(segment)`.
 
-    start_ref (None: 0) and end_ref: visible ranges of the query rows. copied: tiles come by cp.async. compressed: as of
-    `lanes.store_scores`.
+    start_ref (None: 0) and end_ref: visible ranges of the query rows. compressed: as of `lanes.store_scores`.
     """
     plgpu.set_max_registers(config.registers[1], action="increase")
 
@@ -171,7 +173,7 @@ def consume(
                 queries=queries, heads=heads, rounding=rounding, compressed=compressed,
             )  # fmt: skip
 
-        _score_tiles(store, scratch, scratch.q.at[at], kind, wg, low, high, scored, copied, config)
+        _score_tiles(store, scratch, scratch.q.at[at], kind, wg, low, high, scored, config)
         plgpu.barrier_arrive(scratch.used.at[at])
         after(segment)
         return scored + high - low
@@ -179,7 +181,7 @@ def consume(
     segments.walk(step, jnp.int32(0))
 
 
-def _score_tiles(store, scratch, q_s, kind, wg, begin, stop, scored, copied, config):
+def _score_tiles(store, scratch, q_s, kind, wg, begin, stop, scored, config):
     """Warpgroup `wg`'s tiles of [begin, stop), `scored` tiles having gone before: keys x columns, then `store`."""
     skipped = lax.rem(wg + config.math - lax.rem(scored, config.math), config.math)
     count = (stop - begin - skipped + config.math - 1) // config.math
@@ -187,10 +189,13 @@ def _score_tiles(store, scratch, q_s, kind, wg, begin, stop, scored, copied, con
 
     def step(i, _):
         tile = begin + skipped + i * config.math
-        slot = lax.rem(scored + tile - begin, config.stages)
-        plgpu.barrier_wait(scratch.full.at[slot])
-        if copied:
+        number = scored + tile - begin
+        slot = lax.rem(number, config.stages)
+        if isinstance(scratch.full, CopyBarriers):
+            scratch.full.wait(slot, number // config.stages)
             mosaic.fence_proxies()
+        else:
+            plgpu.barrier_wait(scratch.full.at[slot])
         operand = kind.operand(scratch.tiles, slot)
         if kind.in_registers:
             mosaic.fence_proxies()

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import blocks, mosaic
+from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.indexer_logits import keys as index_keys
 from pallas_kernels.indexer_logits import lanes
 from pallas_kernels.indexer_logits.keys import FP8, WIDTH
@@ -30,7 +31,6 @@ from pallas_kernels.indexer_logits.keys import FP8, WIDTH
 KEYS = 128  # keys of a tile: rows of a tcgen05.mma
 COLUMNS = 128  # (query, head) pairs of a block
 STAGES = 4
-_AHEAD = 2  # tiles that a gathering loader keeps under way
 _PART = 64  # columns that are reduced at a time
 _TILE = plgpu.Layout.TCGEN05
 _PER_KEY = _TILE.reduce(1)
@@ -246,11 +246,11 @@ def _paged(q, q_scale, views, weights, context_lens, block_table, kind, where, r
     )  # fmt: skip
 
 
-def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copies, *, total, rounding, groups=0):
+def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copies, *, total, rounding):
     """q [B, N, H, D], weights [B, N, H], visible ranges int32 [B, N] -> float32 [B, N, total].
 
     q_scale: uint8 [B, N, H, D / 32] for packed queries. load(refs, request, tile, values, words, barrier) copies tile
-    `tile` of a request's keys: in `copies` copies by TMA, or in `groups` groups of cp.async.
+    `tile` of a request's keys: in `copies` copies by TMA, or, where that is None, by cp.async.
     """
     batch, rows, heads, stored_width = q.shape
     queries = max(min(COLUMNS // heads, 1 << (rows - 1).bit_length()), kind.least_columns // heads)
@@ -260,11 +260,12 @@ def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copie
     blocks = batch * per_request
     splits = max(1, min(tiles_wide, mosaic.CORES // blocks))
     scales = () if q_scale is None else (_turned(q_scale, per_request),)
+    gathered = copies is None
 
     def body(q_ref, w_ref, start_ref, end_ref, *refs):
         key_refs, refs = refs[: len(key_arrays)], refs[len(key_arrays) :]
         scales_ref = refs[0] if scales else None
-        out_ref, q_s, w_s, tiles, acc, ready, full, empty, done, free = refs[len(scales) :]
+        out_ref, q_s, w_s, tiles, acc, ready, full, empty, done, free, *started = refs[len(scales) :]
         wg, split, block = lax.axis_index("wg"), lax.axis_index("split"), lax.axis_index("block")
         request, first = block // per_request, lax.rem(block, per_request) * queries
         bounds = []
@@ -281,6 +282,12 @@ def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copie
         begin = low + split * count // splits
         mine = low + (split + 1) * count // splits - begin
 
+        if gathered:
+            full = CopyBarriers(full, STAGES)
+            pl.when(wg == _LOADER)(full.initialise)
+            plgpu.barrier_arrive(started[0])
+            plgpu.barrier_wait(started[0])
+
         @pl.when(wg == _LOADER)
         def _():
             column = pl.ds(first * heads, columns)
@@ -294,19 +301,12 @@ def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copie
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
 
-                load(key_refs, request, begin + i, kind.rows(tiles, slot), tiles[1].at[slot], full.at[slot])
-                if groups:
-
-                    @pl.when(i >= _AHEAD)
-                    def _():
-                        mosaic.wait_copies(groups * _AHEAD)
-                        plgpu.barrier_arrive(full.at[lax.rem(i - _AHEAD, STAGES)])
+                barrier = None if gathered else full.at[slot]
+                load(key_refs, request, begin + i, kind.rows(tiles, slot), tiles[1].at[slot], barrier)
+                if gathered:
+                    full.arrive(slot)
 
             lax.fori_loop(0, mine, step, None)
-            if groups:
-                mosaic.wait_copies(0)
-                arrive = lambda i, _: plgpu.barrier_arrive(full.at[lax.rem(i, STAGES)])  # noqa: E731
-                lax.fori_loop(jnp.maximum(mine - _AHEAD, 0), mine, arrive, None)
 
             def drain(i, _):
                 plgpu.barrier_wait(empty.at[lax.rem(i, STAGES)])
@@ -325,9 +325,11 @@ def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copie
                 def _():
                     plgpu.barrier_wait(free.at[half])
 
-                plgpu.barrier_wait(full.at[slot])
-                if groups:
+                if gathered:
+                    full.wait(slot, i // STAGES)
                     mosaic.fence_proxies()
+                else:
+                    plgpu.barrier_wait(full.at[slot])
                 into = acc.at[:, pl.ds(half * columns, columns)]
                 kind.multiply(into, tiles, q_s, slot, half, done.at[half])
                 if kind.copied_on:
@@ -407,10 +409,11 @@ def score(q, q_scale, weights, row_start, row_end, kind, key_arrays, load, copie
             kind.scratch(columns),
             plgpu.TMEM((KEYS, _REDUCERS * columns), jnp.float32),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_arrivals=max(copies, 1), num_barriers=STAGES),
+            copy_barriers(STAGES) if gathered else plgpu.Barrier(num_arrivals=copies, num_barriers=STAGES),
             plgpu.Barrier(num_barriers=STAGES),
             plgpu.Barrier(num_barriers=_REDUCERS, orders_tensor_core=True),
             plgpu.Barrier(num_barriers=_REDUCERS, orders_tensor_core=True),
+            *[plgpu.Barrier(num_arrivals=_FIRST_REDUCER + _REDUCERS)] * gathered,
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(

@@ -17,6 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels import mosaic
+from pallas_kernels.copies import address, asm
 
 ROWS = 64  # rows of a tile
 BLOCK = 128  # columns of a block of one
@@ -24,58 +25,6 @@ _BLOCK_BYTES = 2 * ROWS * BLOCK
 TILE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _PLACES = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 _SCALAR = plgpu.Layout.WG_SPLAT(())
-
-
-class CopyBarriers:
-    """`count` barriers that complete when the copies of all threads of a warpgroup have landed.
-
-    ref: shared memory of at least `count` * 8 bytes for them, or `count` Pallas barriers where a kernel is interpreted.
-    """
-
-    def __init__(self, ref, count: int):
-        self.ref, self.count = ref, count
-
-    def initialise(self):
-        """By one warpgroup, before a barrier that all pass."""
-        if mosaic.is_interpreted():
-            return
-
-        @mosaic.lane_code(arg_types=(plgpu.RefType(),), twin=None)
-        def initialise(_, words):
-            text = "{ .reg .pred p; setp.eq.u32 p, $1, 0; @p mbarrier.init.shared::cta.b64 [$0], 128; }"
-            for i in range(self.count):
-                thread = arith.remui(utils.thread_idx(), _i32(128))
-                _asm(text, "r,r", [_address(words, _i32(2 * i), 4), thread])
-
-        initialise(self.ref)
-
-    def arrive(self, slot):
-        """By all threads of a warpgroup: arrives for each once its copies so far have landed."""
-
-        @mosaic.lane_code(
-            arg_types=(plgpu.RefType(), _SCALAR), twin=lambda ref, slot: plgpu.barrier_arrive(ref.at[slot])
-        )
-        def arrive(_, words, slot):
-            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
-            _asm("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", [at])
-
-        arrive(self.ref, slot)
-
-    def wait(self, slot, phase):
-        """Until the completion number `phase` (counted from 0; its parity counts) of barrier `slot`."""
-
-        @mosaic.lane_code(
-            arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), twin=lambda ref, slot, _: plgpu.barrier_wait(ref.at[slot])
-        )
-        def wait(_, words, slot, phase):
-            at = _address(words, arith.muli(mosaic.scalar(slot), _i32(2)), 4)
-            text = (
-                "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; @p bra done; bra again; "
-                "done: }"
-            )
-            _asm(text, "r,r,~{memory}", [at, arith.andi(mosaic.scalar(phase), _i32(1))])
-
-        wait(self.ref, slot, phase)
 
 
 def look_up(list_refs, limits, which, base, count):
@@ -189,17 +138,17 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
         pieces, warp_from = [], arith.muli(warp, _i32(4096))
         for b in columns:
             if blocks % 4 == 0:  # then a tile's blocks lie together
-                first = pieces[0][0] if pieces else arith.addi(_address(ring_ref, block, _BLOCK_BYTES), warp_from)
+                first = pieces[0][0] if pieces else arith.addi(address(ring_ref, block, _BLOCK_BYTES), warp_from)
                 pieces.append((first, b * _BLOCK_BYTES, 2048, 2 * BLOCK * b, 2))
                 continue
             at = arith.addi(block, _i32(b))
             at = arith.subi(at, arith.select(_less(at, _i32(blocks)), _i32(0), _i32(blocks)))
-            pieces.append((arith.addi(_address(ring_ref, at, _BLOCK_BYTES), warp_from), 0, 2048, 2 * BLOCK * b, 2))
+            pieces.append((arith.addi(address(ring_ref, at, _BLOCK_BYTES), warp_from), 0, 2048, 2 * BLOCK * b, 2))
         if tail_ref is not None:
-            to = arith.addi(_address(refs[0], _i32(0), 1), arith.muli(warp, _i32(2048)))
+            to = arith.addi(address(refs[0], _i32(0), 1), arith.muli(warp, _i32(2048)))
             pieces.append((to, 0, 1024, 8 * BLOCK, 1))
         from_part = arith.addi(source, arith.extui(i64, arith.muli(part, _i32(16))))
-        policy = _asm("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", [], i64)
+        policy = asm("createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l", [], i64)
         for i in range(4):
             row = arith.addi(group, _i32(4 * i))  # within the warp's 16
             found = nvvm.shfl_sync(_i32(-1), place, row, _i32(31), nvvm.ShflKind.idx)
@@ -216,7 +165,7 @@ def gather(ring_ref, tail_ref, bias_ref, source_refs, which, places, block, *, c
                 )
                 # Not a sum, of which ptxas 13.0 to 13.5 would make the part that is the same in all threads an operand of
                 # its own, kept in the registers of the cache policy: an illegal instruction.
-                _asm(lines, "r,l,r,l,~{memory}", [arith.xori(to, offset), begin, size, policy])
+                asm(lines, "r,l,r,l,~{memory}", [arith.xori(to, offset), begin, size, policy])
 
     copy(ring_ref, which, places, block, *optional, *source_refs)
 
@@ -237,7 +186,7 @@ def store_transposed(ref, values):
         thread = arith.remui(utils.thread_idx(), _i32(128))
         warp, lane = arith.divui(thread, _i32(32)), arith.remui(thread, _i32(32))
         first, pair = arith.divui(lane, _i32(4)), arith.muli(arith.remui(lane, _i32(4)), _i32(2))
-        start = arith.addi(_address(ref, _i32(0), 1), arith.muli(first, _i32(2)))
+        start = arith.addi(address(ref, _i32(0), 1), arith.muli(first, _i32(2)))
         # A register holds two neighbours of row 16 * warp + lane // 4 (or 8 further down) of a tile of 64, at column
         # 8 * block + pair. That is row 8 * block + pair of `ref`, in part 2 * warp (or one more) of 16 bytes.
         for index, register in np.ndenumerate(values.registers):
@@ -249,7 +198,7 @@ def store_transposed(ref, values):
                 offset = arith.addi(arith.muli(row, _i32(128)), swizzled)
                 offset = arith.addi(offset, _i32(1024 * (columns * block + tile)))
                 value = vector.extract(register, [], ir.DenseI64ArrayAttr.get([k]))
-                _asm(
+                asm(
                     "{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; st.shared::cta.b16 [$0], t; }", "r,f,~{memory}",
                     [arith.addi(start, offset), value],
                 )  # fmt: skip
@@ -279,14 +228,3 @@ def _less(a, b):
 
 def _equal(a, value):
     return arith.cmpi(arith.CmpIPredicate.eq, a, _i32(value))
-
-
-def _address(ref, offset, scale):
-    """32-bit address in shared memory of element `offset`, of `scale` bytes, behind the start of `ref`."""
-    i32 = ir.IntegerType.get_signless(32)
-    start = llvm.ptrtoint(i32, utils.memref_ptr(ref))
-    return arith.addi(start, arith.muli(offset, _i32(scale)))
-
-
-def _asm(text, constraints, operands, result=None):
-    return llvm.inline_asm(result or ir.Type.parse("!llvm.void"), operands, text, constraints, has_side_effects=True)

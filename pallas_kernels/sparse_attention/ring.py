@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
+from pallas_kernels.copies import CopyBarriers
 from pallas_kernels.sparse_attention import gather as rows
 
 KEYS = rows.ROWS  # of a tile
@@ -106,7 +107,7 @@ class Ring:
     def full(self):
         small = self.refs["small"]
         words = self.refs["full"] if mosaic.is_interpreted() else small.at[small.shape[0] - 1]
-        return rows.CopyBarriers(words, 2 * TILES if self.late else TILES)
+        return CopyBarriers(words, 2 * TILES if self.late else TILES)
 
     def block(self, position, n):
         """Block n of a tile: [64, 128]."""

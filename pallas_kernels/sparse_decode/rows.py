@@ -105,7 +105,7 @@ def value_order_back(x):
 def copy(raw_ref, bias_ref, pages_ref, places, barriers, slot, layout: Staged, page_size: int, decoded_ref=None):
     """Starts copying the rows at `places` (of `sparse_attention.gather.look_up`) to shared memory, by a warpgroup.
 
-    A field of 16 bytes and more is copied in one piece, on number `slot` of barriers (`gather.CopyBarriers` of
+    A field of 16 bytes and more is copied in one piece, on number `slot` of barriers (`copies.CopyBarriers` of
     sparse_attention), whose `arrive` has to follow. raw_ref: uint8 [>= 64 * stride]. pages_ref: the cache's pages in
     device memory. bias_ref: float32 [64], gets 0 where there is a row, and -inf where there is none; such a row is
     filled with zeros. decoded_ref: bf16 [64, width], which stands for raw_ref where the kernel is interpreted.

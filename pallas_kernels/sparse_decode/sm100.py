@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
+from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_attention.online_softmax import START
 from pallas_kernels.sparse_decode import merge, planning, rows, sm90
@@ -85,7 +86,7 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
         factor_s=plgpu.SMEM((HEADS,), f32),
         scores=plgpu.TMEM((HEADS, BLOCK), f32),
         acc=[plgpu.TMEM((HEADS, CHUNK), f32) for _ in range(_CHUNKS)],
-        copied=plgpu.Barrier(num_barriers=2) if interpreted else plgpu.SMEM((4,), jnp.int32),
+        copied=copy_barriers(2),
         started=plgpu.Barrier(num_arrivals=_WARPGROUPS),
         q_full=plgpu.Barrier(),
         k_full=plgpu.Barrier(),
@@ -106,7 +107,7 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
         page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
         sink_ref, segment_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs[3 * many :]
         s = _Scratch(**scratch_refs)
-        copied = gather.CopyBarriers(s.copied, 2)
+        copied = CopyBarriers(s.copied, 2)
         wg = lax.axis_index("wg")
         segment, group = lax.axis_index("segment"), lax.axis_index("group")
         there = segment_ref[segment, 0] < total

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
+from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_decode import lanes, merge, planning, rows
 from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
@@ -175,7 +176,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         "p": plgpu.SMEM((math, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
         "high": lanes.Maxima.scratch(used, math),
         "sums": plgpu.SMEM((4 * math, used), jnp.float32),
-        "full": plgpu.Barrier(num_barriers=stages) if interpreted else plgpu.SMEM((2 * stages,), jnp.int32),
+        "full": copy_barriers(stages),
         "prepared": plgpu.Barrier(num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=math, num_barriers=stages),
         "scored": plgpu.Barrier(num_arrivals=math),
@@ -193,7 +194,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
         sink_ref, segment_ref, first_ref, out_ref, lse_ref, part_ref, part_lse_ref, *scratch_refs = refs[3 * many :]
         at = dict(zip(scratch, scratch_refs))
-        full = gather.CopyBarriers(at["full"], stages)
+        full = CopyBarriers(at["full"], stages)
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
         head = lax.axis_index("group") * used
 
