@@ -19,7 +19,7 @@ from dsa_jax.weights import LoadPlan, load, make_plan, mapped
 
 log = logging.getLogger("dsa_jax")
 
-READERS = 4  # parameters read at a time: files on a disk or a network answer several requests faster than one
+READERS = 4  # parameters read at a time at most: files on a disk or a network answer several requests faster than one
 
 
 ENGRAM_TABLES = ("device", "host")
@@ -51,9 +51,9 @@ def load_model(
     `implementation` names that of every operation ("reference"); None takes the GPU's kernels where they carry a call.
     mesh: the devices that run the model together (`sharding.make_mesh`); every process reads what its own devices hold.
     engram_tables: "device", by rows on all of them, or "host": they stay in their files, which are mapped into host memory
-    and must stay there, and a step fetches the rows that its tokens need. readers: parameters read at a time. Weights stay
-    as stored: FP8 and packed FP4 with their scales. All problems of config, tokenizer, tensors and mesh raise a ValueError
-    before any allocation.
+    and must stay there, and a step fetches the rows that its tokens need. readers: parameters read at a time, where all of
+    them together take no more host memory than the largest part. Weights stay as stored: FP8 and packed FP4 with their
+    scales. All problems of config, tokenizer, tensors and mesh raise a ValueError before any allocation.
     """
     wanted = numerics(mode)
     if engram_tables not in ENGRAM_TABLES:

@@ -5,6 +5,7 @@ and all of every other one; `ranks` has what layers exchange. Pools of caches ar
 a cache, hidden rows and logits are whole on every device.
 """
 
+import contextlib
 import functools
 import math
 import re
@@ -161,9 +162,21 @@ def inside(bounds: Bounds, shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(min(first, size), min(end, size)) for (first, end), size in zip(bounds, shape, strict=True))
 
 
-def place_one(path: str, shape: tuple[int, ...], dtype: Any, read: Read, mesh: Mesh) -> jax.Array:
+def elements(bounds: Bounds) -> int:
+    """How many elements a part has."""
+    return math.prod(end - first for first, end in bounds)
+
+
+def place_one(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    read: Read,
+    mesh: Mesh,
+    room: Callable[[int], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> jax.Array:
     """One parameter on the mesh. `read(index, out)` writes a part of it into an array, once for each part that this
-    process's devices hold; no more than one part is held on the host at a time."""
+    process's devices hold; no more than one part is held on the host at a time, within `room(its bytes)`."""
 
     def part(bounds, devices):  # a function, so that its array is gone before the next part's is made
         index = inside(bounds, shape)
@@ -175,7 +188,10 @@ def place_one(path: str, shape: tuple[int, ...], dtype: Any, read: Read, mesh: M
         return jax.block_until_ready([jax.device_put(host, device) for device in devices])
 
     parts = own_parts(path, shape, mesh)
-    buffers = [buffer for bounds, devices in parts.items() for buffer in part(bounds, devices)]
+    buffers = []
+    for bounds, devices in parts.items():
+        with room(elements(bounds) * np.dtype(dtype).itemsize):
+            buffers += part(bounds, devices)
     full = placed_shape(path, shape, mesh.shape)
     return jax.make_array_from_single_device_arrays(full, NamedSharding(mesh, spec_of(path)), buffers, dtype=dtype)
 

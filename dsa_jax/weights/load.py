@@ -1,9 +1,11 @@
 """Streams a plan's tensors onto the devices, each parameter exactly once."""
 
+import contextlib
 import logging
 import math
+import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -20,6 +22,27 @@ log = logging.getLogger("dsa_jax")
 CHECKED = 2**20  # bytes that are looked at together
 
 
+class Room:
+    """Bytes of host memory that readers share: `with room(nbytes):` waits until so many are free, in order of arrival."""
+
+    def __init__(self, nbytes: int):
+        self._free = nbytes
+        self._next = threading.Lock()  # held by the one that waits, so that small parts do not pass a large one for ever
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def __call__(self, nbytes: int) -> Iterator[None]:
+        with self._next, self._changed:
+            self._changed.wait_for(lambda: nbytes <= self._free)
+            self._free -= nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += nbytes
+                self._changed.notify()
+
+
 def load(
     plan: LoadPlan,
     put: Callable[[np.ndarray], jax.Array] = jax.device_put,
@@ -31,9 +54,10 @@ def load(
     """Reads the parameters of `plan` from their files and places them with `put`, or on `mesh` by the rules of `sharding`.
     Path -> array.
 
-    On a mesh every process reads the parts that its own devices hold and nothing else. `readers` parameters are read at a
-    time; beside what is already placed, each of them holds no more than one part (without a mesh, one parameter) in host
-    memory. Stored bytes are kept as they are, up to the plan's conversions; nothing is dequantised.
+    On a mesh every process reads the parts that its own devices hold and nothing else. Up to `readers` parameters are read
+    at a time; beside what is already placed, all together hold no more bytes in host memory than the largest part has
+    (without a mesh, the largest parameter). Stored bytes are kept as they are, up to the plan's conversions; nothing is
+    dequantised.
     Raises ValueError that names every parameter that would not be written exactly once, every scale of zero bytes (a
     tensor never filled: its 2^-127 would silence the layer), every integer that does not fit in 32 bits, and every
     table of experts that names one which is not there (its tokens would pass no expert); of the tensors that this process
@@ -43,6 +67,7 @@ def load(
     _refuse(_coverage_problems(plan))
     arrays: dict[str, jax.Array] = {}
     experts = {entry.path: entry.shape[0] for entry in plan.entries if entry.path.endswith(".gate.weight")}
+    room = Room(max((_largest_part(entry, mesh) for entry in plan.entries), default=0))
 
     def one(entry: PlanEntry) -> jax.Array | None:
         for place in _places(entry, mesh):
@@ -50,7 +75,7 @@ def load(
         if entry.path.endswith(".gate.tid2eid"):
             problems.extend(_table_problems(entry, experts[entry.path.removesuffix("tid2eid") + "weight"]))
         # Once the load has failed, the rest is only checked, so that all problems are said at once.
-        return None if problems else _place(entry, put, mesh)
+        return None if problems else _place(entry, put, mesh, room)
 
     began, sizes = time.monotonic(), [_bytes_read(entry, mesh) for entry in plan.entries]
     with (
@@ -155,6 +180,14 @@ def _bytes_read(entry: PlanEntry, mesh: Mesh | None) -> int:
     return stored * held // max(math.prod(entry.shape), 1)
 
 
+def _largest_part(entry: PlanEntry, mesh: Mesh | None) -> int:
+    """Bytes of the largest array that is made of an entry on the host."""
+    if mesh is None:
+        return entry.nbytes
+    parts = sharding.own_parts(entry.path, entry.shape, mesh)
+    return max((sharding.elements(bounds) for bounds in parts), default=0) * entry.dtype.itemsize
+
+
 def _read(entry: PlanEntry, index: tuple[slice, ...], out: np.ndarray) -> None:
     """Writes a part of a parameter into `out`, as a copy: the mapped files may go away afterwards."""
 
@@ -170,18 +203,23 @@ def _read(entry: PlanEntry, index: tuple[slice, ...], out: np.ndarray) -> None:
         copy(entry.sources[0], index, out)
 
 
-def _place(entry: PlanEntry, put: Callable[[np.ndarray], jax.Array], mesh: Mesh | None) -> jax.Array:
+def _place(entry: PlanEntry, put: Callable[[np.ndarray], jax.Array], mesh: Mesh | None, room: Room) -> jax.Array:
     """One parameter on its device or devices."""
     if mesh is not None:
         return sharding.place_one(
-            entry.path, entry.shape, entry.dtype, lambda index, out: _read(entry, index, out), mesh
+            entry.path, entry.shape, entry.dtype, lambda index, out: _read(entry, index, out), mesh, room
         )
-    host = np.empty(entry.shape, entry.dtype)
-    _read(entry, tuple(slice(size) for size in entry.shape), host)
-    array = jax.block_until_ready(put(host))  # else copies under way would pile up in host memory
-    if array.shape != host.shape or array.dtype != host.dtype:
+
+    def whole():  # a function, so that the array on the host is gone before its room is another's
+        host = np.empty(entry.shape, entry.dtype)
+        _read(entry, tuple(slice(size) for size in entry.shape), host)
+        return jax.block_until_ready(put(host))  # else copies under way would pile up in host memory
+
+    with room(entry.nbytes):
+        array = whole()
+    if array.shape != entry.shape or array.dtype != entry.dtype:
         raise ValueError(
-            f"put() made {array.dtype}{list(array.shape)} of {entry.path}, which is {host.dtype}{list(host.shape)}. "
+            f"put() made {array.dtype}{list(array.shape)} of {entry.path}, which is {entry.dtype}{list(entry.shape)}. "
             "It must place the array as it is."
         )
     return array
