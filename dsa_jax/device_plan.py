@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsa_jax import sharding
-from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES
-from dsa_jax.memory import LEFT_OUT, CacheBytes, human, part_of
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, LARGEST_CHUNK
+from dsa_jax.memory import LEFT_OUT, CacheBytes, dequantized_bytes, human, part_of, step_bytes
 from dsa_jax.ranks import DIVIDED_OVER
 from dsa_jax.weights import names
 from dsa_jax.weights.official import TensorSpec
@@ -83,8 +83,9 @@ def plan_devices(
 
     Of the meshes that carry the model it takes the least cp that fits, then the largest tp that divides heads and tiles,
     and leaves the rest of the devices to ep. Where none fits, Engram tables stay in host memory; where that is not enough, it
-    is the mesh with the fewest bytes on a device. Beside weights and caches a device needs what a step works in: the
-    engine's budget for prefill is counted. ValueError for less than one device.
+    is the mesh with the fewest bytes on a device. Beside weights and caches a device needs what a step works in: counted are
+    the engine's budget for prefill, or what a decode step takes if that is more, and dequantised experts in bf16. ValueError
+    for less than one device.
     """
     if devices < 1 or memory < 1:
         raise ValueError(f"{devices} devices of {memory} bytes: both must be at least 1.")
@@ -103,13 +104,15 @@ def plan_devices(
     plans = []
     places = [(kinds, 0), (without, tables)] if tables else [(kinds, 0)]
     for (placed, host), sizes in itertools.product(places, meshes):
-        plans.append(DevicePlan(devices, memory, sizes, _shares(placed, cache, sizes), host, ()))
+        plans.append(DevicePlan(devices, memory, sizes, _shares(config, placed, cache, sizes), host, ()))
         if plans[-1].fits:
             return plans[-1]
     return min(plans, key=lambda plan: plan.total)
 
 
-def _shares(kinds: Sequence["_Kind"], cache: CacheBytes, sizes: Mapping[str, int]) -> tuple[Share, ...]:
+def _shares(
+    config: Any, kinds: Sequence["_Kind"], cache: CacheBytes, sizes: Mapping[str, int]
+) -> tuple[Share, ...]:
     """What one device of a mesh of these axis sizes holds, largest first."""
 
     def over(logical: Iterable[str]) -> str:
@@ -128,7 +131,11 @@ def _shares(kinds: Sequence["_Kind"], cache: CacheBytes, sizes: Mapping[str, int
         logical = ["context"] if cache.is_paged(part) else []
         parts = math.prod(sharding.ways(axis, sizes) for axis in logical)
         shares.append(Share(f"cache: {part}", -(-size // parts), over(logical)))
-    shares.append(Share("work of a step", DEFAULT_PREFILL_BYTES, "on each"))
+    scored = -(-cache.context // sharding.ways("context", sizes))
+    decode = step_bytes(config, cache.batch, scored, logits=cache.batch)
+    shares.append(Share("work of a step", max(DEFAULT_PREFILL_BYTES, decode), "on each"))
+    rows = max(LARGEST_CHUNK, cache.batch)
+    shares.append(Share("dequantised experts", dequantized_bytes(config, rows, itemsize=2), "on each"))
     return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from dsa_jax.config import ModelConfig, V41Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
+from dsa_jax.layers.moe import DEQUANTIZED_BYTES, tile_rows
 from dsa_jax.sharding import logical_axes
 from dsa_jax.weights import names
 
@@ -40,6 +41,9 @@ _PARTS = tuple(
     )
 )
 OTHER = "other"
+SCORE_BYTES = 512 << 20
+"""Most bytes of index scores at one time, with the copies that a selection makes of them: what `ops.select` allows itself
+with kernels. With references it takes an eighth of that. One row is scored whole, whatever it takes."""
 _NUMBER = re.compile(r"\d+")  # layers and experts: names that differ only there are of one kind
 
 # The config's count of whole units of a tensor that several devices divide, by its official name; first match.
@@ -64,6 +68,8 @@ class CacheBytes:
     per_token is what one more token adds to one request.
     """
 
+    batch: int
+    context: int
     per_token: float
     parts: Mapping[str, int]
 
@@ -114,7 +120,7 @@ def cache_bytes(config: V41Config, context: int, batch: int) -> CacheBytes:
         "draft window rows": len(draft_plan(config)) * config.sliding_window * window_row,
     }
     per_token = sum((compressed_row + index_row) / ratio for ratio in ratios)
-    return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})
+    return CacheBytes(batch, context, per_token, {part: size * batch for part, size in parts.items()})
 
 
 def latent_cache_bytes(config: V32Config, context: int, batch: int) -> CacheBytes:
@@ -128,7 +134,7 @@ def latent_cache_bytes(config: V32Config, context: int, batch: int) -> CacheByte
     rows = {"latent KV": latent_row, "index keys": config.index_head_dim + 4}
     layers = config.num_hidden_layers
     parts = {part: layers * size * context * batch for part, size in rows.items()}
-    return CacheBytes(float(layers * sum(rows.values())), parts)
+    return CacheBytes(batch, context, float(layers * sum(rows.values())), parts)
 
 
 def check_sizes(config: ModelConfig, context: int, batch: int) -> None:
@@ -200,3 +206,25 @@ def prefill_row_bytes(config: Any, context: int) -> int:
     heads = 3 * 4 * config.num_attention_heads * row_width(config)
     experts = 3 * 4 * config.num_experts_per_tok * config.moe_intermediate_size
     return 3 * index_score_bytes(config, 1, context) + stream + heads + experts
+
+
+def step_bytes(config: Any, rows: int, context: int, logits: int) -> int:
+    """About what a step of `rows` query rows takes while it runs, beside weights, caches and dequantised experts.
+
+    As `prefill_row_bytes` counts a row, but of scores no more than exist at one time; and `logits` rows of logits, twice
+    more for what sampling makes of them.
+    """
+    scores = 3 * index_score_bytes(config, 1, context)
+    others = prefill_row_bytes(config, context) - scores
+    return min(rows * scores, max(SCORE_BYTES, scores)) + rows * others + 3 * 4 * logits * config.vocab_size
+
+
+def dequantized_bytes(config: Any, rows: int, itemsize: int) -> int:
+    """Bytes of routed experts' dequantised weights at one time in a step of `rows` query rows, in values of `itemsize` bytes.
+
+    Those of as many tiles as `layers.moe.Experts` computes at once; where experts are divided, no more than that.
+    """
+    one = 3 * config.hidden_size * config.moe_intermediate_size * itemsize
+    pairs, experts = rows * config.num_experts_per_tok, config.n_routed_experts
+    tiles = min(pairs, experts + pairs // tile_rows(rows, pairs, experts))
+    return one * min(tiles, max(1, DEQUANTIZED_BYTES // one))

@@ -31,4 +31,4 @@ def cache_bytes(config: V4Config, context: int, batch: int) -> CacheBytes:
         "draft streams": (len(drafts) if config.dspark is None else 0) * config.hc_mult * config.hidden_size * 2,
     }
     per_token = sum(row / r.ratio for r in compressed) + sum(index_row / r.ratio for r in indexed)
-    return CacheBytes(per_token, {part: size * batch for part, size in parts.items()})
+    return CacheBytes(batch, context, per_token, {part: size * batch for part, size in parts.items()})

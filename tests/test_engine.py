@@ -489,7 +489,7 @@ def test_a_soak_of_2000_requests_in_a_pool_that_is_too_small():
         ({"page_size": 12}, ValueError, "A page of 12 tokens would cut a compressed group or a candidate block: .* multiple of 8"),
         ({"pages": 0}, ValueError, "A pool of 0 pages holds nothing"),
         ({"pages": 9, "memory_bytes": 9}, ValueError, "both size the pool"),
-        ({"memory_bytes": 30_000}, ValueError, r"memory_bytes=30000 \(29.30 KiB\) leaves room for .* pages .* needs 5 pages"),
+        ({"memory_bytes": 30_000}, ValueError, r"memory_bytes=30000 \(29.30 KiB\) leaves room for 0 pages .* what a step works in .* needs 5 pages"),
         ({"prefill_bytes": 10}, ValueError, r"prefill_bytes=10 is less than one row's \d+ bytes at 40 tokens"),
         ({"prefill_shapes": ((4, 8),)}, ValueError, r"prefill shape \(4, 8\) must be 1 to 3 requests \(max_batch\)"),
         ({"decode_rows": (1, 2)}, ValueError, r"decode_rows=\[1, 2\] must be positive and end with max_batch=3"),
@@ -561,15 +561,6 @@ def test_a_model_of_text_has_no_programs_for_images(family):
 def test_ac_47_a_chunk_larger_than_the_budget_names_both():
     with pytest.raises(ValueError, match=r"prefill shape \(3, 64\) has 192 rows, and the budget of prefill bytes allows 16"):
         Engine(small_model(), BATCH, CONTEXT, PAGE, prefill_bytes=100_000, prefill_shapes=((3, 64),))
-
-
-def test_the_pool_is_what_the_memory_leaves():
-    """Pages, states of requests and snapshots together stay within the bytes, and one page more would not."""
-    budget = 600_000
-    engine = Engine(small_model(), BATCH, CONTEXT, PAGE, memory_bytes=budget, snapshots=2)
-    held = sum(x.nbytes for x in jax.tree.leaves((engine._state.slots.cache, engine._state.store)))
-    page = sum(x.nbytes // engine.pages for x in arrays_of(engine._state.slots.cache)[1])
-    assert budget - page < held <= budget and engine.pages > 5
 
 
 def test_ac_22_a_page_is_moved_whole_in_every_pool():

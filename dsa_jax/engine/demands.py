@@ -13,7 +13,7 @@ from dsa_jax.cache.requests import page_bytes, request_bytes
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.engine.programs import Slots
 from dsa_jax.engine.request import terms_of
-from dsa_jax.memory import human, index_score_bytes, prefill_row_bytes, row_width
+from dsa_jax.memory import dequantized_bytes, human, index_score_bytes, prefill_row_bytes, row_width, step_bytes
 
 DEFAULT_PREFILL_BYTES = 2 * 2**30
 LARGEST_CHUNK = 4096
@@ -77,20 +77,6 @@ def sizes_of(
     # Bytes are those of one device: a page is divided over cp, and so are the scores of a row.
     ways = 1 if lm.mesh is None else lm.mesh.shape["cp"]
     each, page, state = shape.block_table.shape[1], page_bytes(shape) // ways, request_bytes(shape)
-    if pages is not None and memory_bytes is not None:
-        raise ValueError(f"pages={pages} and memory_bytes={memory_bytes} both size the pool: give one of them.")
-    if memory_bytes is not None:
-        fixed = (max_batch + 1 + snapshots) * state
-        pages = (memory_bytes - fixed) // page
-        if pages < each:
-            raise ValueError(
-                f"memory_bytes={memory_bytes} ({human(memory_bytes)}) leaves room for {max(pages, 0)} pages beside the state "
-                f"of {max_batch} requests and {snapshots} snapshots ({human(fixed)}); one request of {max_context} tokens "
-                f"needs {each} pages of {human(page)}. Give at least {human(fixed + each * page)}, or a smaller max_context, "
-                "max_batch or snapshots."
-            )
-    if pages is None:
-        pages = max_batch * each
     scored = -(-max_context // ways)
     budget = DEFAULT_PREFILL_BYTES if prefill_bytes is None else prefill_bytes
     chunk = chunk_of_budget(lm.config, scored, budget, max_batch)
@@ -113,6 +99,24 @@ def sizes_of(
             f"decode_rows={sorted(decode_rows)} must be positive and end with max_batch={max_batch}: every request that "
             "runs takes part in a burst."
         )
+    if pages is not None and memory_bytes is not None:
+        raise ValueError(f"pages={pages} and memory_bytes={memory_bytes} both size the pool: give one of them.")
+    if memory_bytes is not None:
+        fixed = (max_batch + 1 + snapshots) * state
+        work = max(
+            _work(lm, scored, max_batch, 1 + drafts, logits=max_batch * (1 + drafts)),
+            *(_work(lm, scored, requests, rows, logits=requests) for requests, rows in prefill_shapes),
+        )
+        pages = (memory_bytes - fixed - work) // page
+        if pages < each:
+            raise ValueError(
+                f"memory_bytes={memory_bytes} ({human(memory_bytes)}) leaves room for {max(pages, 0)} pages beside the state "
+                f"of {max_batch} requests and {snapshots} snapshots ({human(fixed)}) and what a step works in ({human(work)}); "
+                f"one request of {max_context} tokens needs {each} pages of {human(page)}. Give at least "
+                f"{human(fixed + work + each * page)}, or a smaller max_context, max_batch, snapshots or prefill_bytes."
+            )
+    if pages is None:
+        pages = max_batch * each
     return Sizes(
         max_batch=max_batch,
         max_context=max_context,
@@ -126,6 +130,13 @@ def sizes_of(
         boundary=chunk if boundary is None else boundary,
         max_rollback=max_rollback,
     )
+
+
+def _work(lm: Any, context: int, requests: int, rows: int, logits: int) -> int:
+    """Bytes that a step of `rows` tokens of each of `requests` requests takes while it runs, beside weights and caches."""
+    config, queries = lm.config, requests * rows
+    experts = dequantized_bytes(config, queries, lm.numerics.dtype.itemsize)
+    return step_bytes(config, queries, context, logits) + experts + _decoded(config, requests, context)
 
 
 def require_kernels(lm: Any, sizes: Sizes) -> None:
@@ -182,11 +193,15 @@ def chunk_of_budget(config: Any, context: int, budget: int, requests: int) -> in
     They count the indexer's scores of every visible position, which grow with the context, and, whatever the rows, what a
     chunk of up to `requests` requests decodes for all of them. ValueError where not even one row fits.
     """
-    row = prefill_row_bytes(config, context)
-    decoded = ops.decoded_bytes(index_score_bytes(config, requests, context) // 4, row_width(config))
+    row, decoded = prefill_row_bytes(config, context), _decoded(config, requests, context)
     if budget < row + decoded:
         raise ValueError(
             f"prefill_bytes={budget} is less than one row's {row} bytes at {context} tokens of context (indexer scores and "
             f"activations) and {decoded} of decoded rows of the cache. Give at least {row + decoded}."
         )
     return min(1 << ((budget - decoded) // row).bit_length() - 1, LARGEST_CHUNK)
+
+
+def _decoded(config: Any, requests: int, context: int) -> int:
+    """Bytes of the cache's rows that a step of `requests` requests may decode once for all of its query rows."""
+    return ops.decoded_bytes(index_score_bytes(config, requests, context) // 4, row_width(config))

@@ -46,12 +46,13 @@ class Engine:
     ):
         """model: a LanguageModel. max_batch requests of up to max_context tokens (prompt and answer) run at once.
 
-        page_size: tokens of a page (default: the family's). The pool has `pages` pages, or what `memory_bytes` leaves beside
-        the requests' own state, or enough for max_batch requests of max_context tokens. prefill_bytes bounds the
-        temporaries of a chunk, indexer scores included; prefill_shapes, (requests, tokens) of the chunks that are compiled,
-        default to one long row and max_batch short ones. decode_rows: batch sizes of the compiled bursts, of `steps`
-        steps. drafts: tokens that the model's draft layers propose a step. max_rollback: for `rollback`. snapshots: how many
-        states are kept for reuse, those of prompts at multiples of `boundary` tokens (default: a chunk).
+        page_size: tokens of a page (default: the family's). The pool has `pages` pages; or, with `memory_bytes` of a device
+        for all that the engine takes beside the weights, what the requests' own state and its largest step leave of them;
+        or enough for max_batch requests of max_context tokens. prefill_bytes bounds those temporaries of a chunk that grow
+        with its rows or its context, indexer scores included; prefill_shapes, (requests, tokens) of the chunks that are
+        compiled, default to one long row and max_batch short ones. decode_rows: batch sizes of the compiled bursts, of
+        `steps` steps. drafts: tokens that the model's draft layers propose a step. max_rollback: for `rollback`. snapshots:
+        how many states are kept for reuse, those of prompts at multiples of `boundary` tokens (default: a chunk).
         ValueError or NotImplementedError, with a sentence, for what cannot be met.
         """
         self.model = model
