@@ -38,6 +38,7 @@ class Memory:
         self.bytes = np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8).copy()
         self.start = (len(Memory.every) + 1) << 24
         self.type = types.SimpleNamespace(shape=list(self.shape))
+        self.type.element_type = _F32Type() if self.dtype == np.float32 else str(self.dtype)
         Memory.every.append(self)
 
     @property
@@ -167,8 +168,18 @@ def _select(condition, a, b):
 
 def _truncate(kind, x):
     if isinstance(x, Vector):
-        return Vector(_truncate("bf16", v) for v in x)
+        return Vector(_truncate(kind[2] if isinstance(kind, tuple) else kind, v) for v in x)
     return Value(x.data.astype(_NUMPY[kind]), kind)
+
+
+def _constant(kind, number):
+    if isinstance(kind, tuple):
+        return Vector(value(number, kind[2]) for _ in range(kind[1]))
+    return value(number, kind)
+
+
+def _signed_wider(kind, x):
+    return Value(_signed(x).astype({"i64": np.int64}[kind]).view(_NUMPY[kind]), kind)
 
 
 def _size(kind):
@@ -246,7 +257,10 @@ def assembly(text, constraints, operands, result=None):
         any_in_warp = guard.reshape(4, 32).any(1).repeat(32)
         return Value(any_in_warp.astype(np.uint32), "i32")
     done = False
-    names = r"cp\.async\.\S+|st\.shared\.v4\.b32|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32"
+    names = (
+        r"cp\.async\.\S+|st\.shared\.v4\.b32|stmatrix\S*|red\.shared\.max\.s32|st\.(?:shared|global)\.v2\.f32|"
+        r"st\.global\.(?:f32|b16)"
+    )
     pattern = rf"(@p )?({names}) \[\$0\+?(\d*)\]([^;]*);"
     for found in re.finditer(pattern, text):
         done = True
@@ -268,6 +282,8 @@ def assembly(text, constraints, operands, result=None):
                 memory, at = _find(to[lane : lane + 1])
                 word = memory.bytes[at[0] : at[0] + 4].view(np.int32)
                 word[0] = max(word[0], operands[number].data.view(np.int32)[lane])
+        elif name.startswith("st.global") and ".v2" not in name:
+            write(to, _to_bytes(operands[1]), mask)
         else:
             write(to, np.concatenate([_to_bytes(v) for v in operands[1:3]], axis=1), mask)
     assert done, f"the emulator does not know: {text}"
@@ -313,17 +329,20 @@ def _stand_ins():
     new = types.SimpleNamespace
     ir = new(
         IntegerType=new(get_signless=lambda n: f"i{n}"),
-        F32Type=new(get=lambda: "f32"),
+        F32Type=_F32Type,
         BF16Type=new(get=lambda: "bf16"),
         VectorType=_VectorType,
         IntegerAttr=new(get=lambda kind, number: number),
+        FloatAttr=new(get=lambda kind, number: number),
+        DenseElementsAttr=new(get_splat=lambda kind, number: number),
+        MemRefType=lambda kind: kind,
         DenseI64ArrayAttr=new(get=lambda indices: indices),
         Type=new(parse=lambda text: None),
     )
     predicates = new(**{name: name for name in ("eq", "ne", "slt", "sle", "sgt", "sge", "ult", "ule", "ugt", "uge")})
     arith = new(
         CmpIPredicate=predicates,
-        constant=lambda kind, number: value(number, kind),
+        constant=_constant,
         addi=_binary(np.add), subi=_binary(np.subtract), muli=_binary(np.multiply),
         divui=_binary(np.floor_divide), remui=_binary(np.remainder),
         andi=_binary(np.bitwise_and), ori=_binary(np.bitwise_or), xori=_binary(np.bitwise_xor),
@@ -331,7 +350,7 @@ def _stand_ins():
         minsi=_binary(np.minimum, signed=True), maxsi=_binary(np.maximum, signed=True),
         addf=_floats(np.add), subf=_floats(np.subtract), mulf=_floats(np.multiply), maximumf=_floats(np.maximum),
         CmpFPredicate=new(OGT="ogt"),
-        cmpi=_compare, select=_select, truncf=_truncate,
+        cmpi=_compare, select=_select, truncf=_truncate, extf=_truncate, bitcast=_bitcast, extsi=_signed_wider,
         cmpf=lambda predicate, a, b: Value({"ogt": np.greater}[predicate](a.data, b.data), "i1"),
         extui=lambda kind, x: Value(x.data.astype(_NUMPY[kind]), kind),
         trunci=lambda kind, x: Value(x.data.astype(_NUMPY[kind]), kind),
@@ -353,9 +372,17 @@ def _stand_ins():
         getelementptr=_element_pointer,
         memref_ptr=_pointer,
         c=lambda number, kind: value(number, kind),
+        shfl_bfly=lambda x, distance: _shuffle(None, x, value(distance), None, "bfly"),
     )
     nvvm = new(shfl_sync=_shuffle, ShflKind=new(bfly="bfly", idx="idx"))
-    return {"ir": ir, "arith": arith, "llvm": llvm, "vector": vector, "utils": utils, "nvvm": nvvm}
+    math = new(absf=lambda x: Value(np.abs(x.data), x.kind))
+    return {"ir": ir, "arith": arith, "llvm": llvm, "vector": vector, "utils": utils, "nvvm": nvvm, "math": math}
+
+
+class _F32Type:
+    @staticmethod
+    def get():
+        return "f32"
 
 
 class _VectorType:

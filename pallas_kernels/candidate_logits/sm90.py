@@ -183,7 +183,7 @@ def _score(q, values, words, weights, schedule, kind, blocks, size, layout, roun
             dense.fill_unseen(out_ref, visible_ref, 1, 1, thread * config.math + wg, threads * config.math)
             ring.consume(
                 segments, scratch, config, wg, kind, out_ref, None, visible_ref, queries=queries, heads=heads,
-                rounding=rounding,
+                rounding=rounding, weight_dtype=weights.dtype,
             )  # fmt: skip
 
         pl.when(wg == config.math)(full.initialise)

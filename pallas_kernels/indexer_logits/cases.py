@@ -69,14 +69,19 @@ def decoded(k, scale):
     return quantize.dequantize_fp4(k, scale) if k.dtype == jnp.uint8 else k.astype(jnp.float32) * scale[:, None]
 
 
-def exact_scores(q, keys, weights):
-    """sum_h weights * relu(q . keys) in float32: q [R, H, D], keys [R, S, D] or [S, D], weights [R, H] -> [R, S]."""
+def exact_scores(q, keys, weights, rounded=False):
+    """sum_h weights * relu(q . keys) in float32: q [R, H, D], keys [R, S, D] or [S, D], weights [R, H] -> [R, S].
+
+    rounded: dot products, their products with the weights and the sums are rounded to bf16.
+    """
+    as_bf16 = lambda x: lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7) if rounded else x  # noqa: E731
     keys = jnp.broadcast_to(keys, (q.shape[0], *keys.shape[-2:]))
 
     def row(arrays):
         q, keys, weights = arrays
         dots = jnp.einsum("hd,sd->hs", q.astype(jnp.float32), keys, precision=lax.Precision.HIGHEST)
-        return jnp.einsum("h,hs->s", weights, jnp.maximum(dots, 0), precision=lax.Precision.HIGHEST)
+        products = as_bf16(weights.astype(jnp.float32)[:, None] * jnp.maximum(as_bf16(dots), 0))
+        return as_bf16(jnp.sum(products, axis=0))
 
     return lax.map(row, (q, keys, weights))
 
@@ -123,7 +128,8 @@ def _ragged(heads, rows, keys, compiled=False, mxfp4=False, dtype=jnp.float32):
     )  # fmt: skip
 
 
-def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=False):
+def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=False, rounded=False):
+    """rounded: as DeepSeek-V4.1 takes its scores, with bf16 weights and roundings."""
     pages = context // page_size
 
     def make(key):
@@ -131,12 +137,15 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
         table = jax.random.permutation(d, batch * pages).reshape(batch, pages).astype(jnp.int32)
         lengths = jnp.full((batch, rows), context, jnp.int32)
         keys = (random_mxfp4_pages if mxfp4 else random_pages)(b, batch * pages, page_size)
-        weights = jax.random.normal(c, (batch, rows, heads))
+        weights = jax.random.normal(c, (batch, rows, heads), jnp.bfloat16 if rounded else jnp.float32)
         schedule = sm90.make_schedule(lengths, heads)
         return random_queries(a, (batch, rows, heads), mxfp4), keys, weights, lengths, table, schedule
 
     def call(function, q, keys, weights, lengths, table, schedule):
-        return function(q, keys, weights, context_lens=lengths, block_table=table, schedule=schedule)
+        rounding = jnp.bfloat16 if rounded else None
+        return function(
+            q, keys, weights, context_lens=lengths, block_table=table, schedule=schedule, rounding=rounding
+        )
 
     def check(found, q, keys, weights, lengths, table, schedule):
         at = sample(4, batch)
@@ -144,11 +153,12 @@ def _paged(heads, batch, rows, context, page_size=64, compiled=False, mxfp4=Fals
         error = 0.0
         for b in at:
             slots = table[b][row // page_size] * page_size + row % page_size
-            wanted = exact_scores(q[b], keys.gather(slots), weights[b])
+            wanted = exact_scores(q[b], keys.gather(slots), weights[b], rounded)
             error = jnp.maximum(error, relative_error(found[b], wanted, row < lengths[b][:, None]))
         return error
 
     name = f"h{heads} b{batch} next_n{rows} ctx{context} float32" + ("" if page_size == 64 else f" page{page_size}")
+    name += " rounded" * rounded
     pairs = batch * rows * context
     q_bytes = 2 * WIDTH if mxfp4 else WIDTH
     row_bytes = (IndexMXFP4 if mxfp4 else IndexFP8)(WIDTH).row_bytes
@@ -215,5 +225,6 @@ CASES = (
     _paged(32, 1, 1, 65536, mxfp4=True),
     _paged(32, 32, 1, 65536, page_size=32, compiled=True, mxfp4=True),
     _paged(64, 32, 2, 65536, compiled=True, mxfp4=True),
+    *[_paged(32, *sizes, compiled=True, mxfp4=True, rounded=True) for sizes in ((1, 256, 65536), (32, 1, 65536))],
     _packed_queries(32, 32, 65536),
 )

@@ -88,8 +88,8 @@ def store_scores(
     """Stores scale * sum_h weights * relu(dots) of one tile of 64 keys for `queries` query rows; -inf out of range.
 
     compressed: columns count from the start of the row's own range, and what is out of range is left out.
-    out_ref: float32 or bf16 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights:
-    [queries * heads], scale: [64] or None, both float32. bounds: of `load_bounds`. first: query row of the first query, column:
+    out_ref: float32 or bf16 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights: float32 or,
+    with `rounding`, bf16 [queries * heads]. scale: float32 [64] or None. bounds: of `load_bounds`. first: query row of the first query, column:
     column of the first key; rows from `limit` on and columns outside `out_ref` are left out. `rounding` rounds the dot
     products, their products with the weights and the sums to bf16.
     """
@@ -133,7 +133,7 @@ def store_scores(
         thread = arith.remui(utils.thread_idx(), _i32(128))
         quad = arith.remui(thread, _i32(4))
         dots = dots.registers.reshape(queries, heads // 8, 2)  # query, eight heads, upper or lower eight keys
-        weights = [_elements(w) for w in weights.registers.flat]
+        weights = [w if rounding else _elements(w) for w in weights.registers.flat]
 
         # The sum over this lane's heads. relu costs a max at half rate on one pipe, or x + |x| = 2 relu(x) at full rate
         # on the other: half of each, in two chains each, so that no pipe and no chain of additions is in the way.
@@ -142,15 +142,16 @@ def store_scores(
             for half in range(2):
                 chains = {}
                 for c in range(heads // 8):
-                    for e, x in enumerate(_elements(dots[j, c, half])):
-                        w = weights[j * (heads // 8) + c][e]
+                    register, w = dots[j, c, half], weights[j * (heads // 8) + c]
+                    if rounding:
+                        register = _rounded_products(register, w)
+                    for e, x in enumerate(_elements(register)):
                         chain = chains.get((c % 2, e))
                         if rounding:
-                            x = _round(arith.mulf(arith.maximumf(_round(x), zero), w))
                             chains[c % 2, e] = x if chain is None else arith.addf(chain, x)
                         else:
                             x = arith.addf(x, math.absf(x)) if e else arith.maximumf(x, zero)
-                            chains[c % 2, e] = arith.mulf(x, w) if chain is None else llvm.intr_fma(x, w, chain)
+                            chains[c % 2, e] = arith.mulf(x, w[e]) if chain is None else llvm.intr_fma(x, w[e], chain)
                 once, twice = [
                     arith.addf(chains[0, e], chains[1, e]) if heads > 8 else chains[0, e] for e in range(2)
                 ]
@@ -357,6 +358,20 @@ def _f32(value):
 def _round(x):
     """A float32 rounded to bf16 precision."""
     return arith.extf(ir.F32Type.get(), arith.truncf(ir.BF16Type.get(), x))
+
+
+def _rounded_products(dots, weights):
+    """Of two dot products: rounded to bf16, the positive part, times a weight, rounded again; as float32.
+
+    Two at a time, because one alone is converted at a quarter of the rate. With bf16 weights one instruction multiplies
+    and rounds, as exact products rounded once.
+    """
+    half, single = (ir.VectorType.get((2,), kind.get()) for kind in (ir.BF16Type, ir.F32Type))
+    zero = ir.DenseElementsAttr.get_splat(half, ir.FloatAttr.get(ir.BF16Type.get(), 0.0))
+    dots = arith.maximumf(arith.truncf(half, dots), arith.constant(half, zero))
+    if weights.type == half:
+        return arith.extf(single, arith.mulf(dots, weights))
+    return arith.extf(single, arith.truncf(half, arith.mulf(arith.extf(single, dots), weights)))
 
 
 def _as(x, ref):

@@ -151,11 +151,12 @@ def load_tiles(load, begin, stop, loaded, scratch: Scratch, config):
 
 def consume(
     segments: Segments, scratch: Scratch, config, wg, kind, out_ref, start_ref, end_ref, *, queries, heads, rounding,
-    compressed=False, after=lambda segment: None,
+    weight_dtype, compressed=False, after=lambda segment: None,
 ):  # fmt: skip
     """A math warpgroup: scores its tiles of every segment and stores them; then `after(segment)`.
 
-    start_ref (None: 0) and end_ref: visible ranges of the query rows. compressed: as of `lanes.store_scores`.
+    start_ref (None: 0) and end_ref: visible ranges of the query rows. weight_dtype: that the float32 weights were made
+    from. compressed: as of `lanes.store_scores`.
     """
     plgpu.set_max_registers(config.registers[1], action="increase")
 
@@ -165,6 +166,7 @@ def consume(
         bounds = lanes.load_bounds(start_ref, end_ref, first, limit, queries=queries)
         plgpu.barrier_wait(scratch.ready.at[at])
         weights = plgpu.load(scratch.w.at[at], layout=lanes.PER_COLUMN)
+        weights = weights.astype(weight_dtype) if rounding and weight_dtype == jnp.bfloat16 else weights
         mosaic.fence_proxies()
 
         def store(dots, scale, tile):

@@ -233,7 +233,7 @@ def _ragged(q, views, weights, row_start, row_end, kind, rounding, form, config)
         def math():
             ring.consume(
                 segments, scratch, config, wg, kind, out_ref, start_ref, end_ref, queries=queries, heads=heads,
-                rounding=rounding, compressed=compressed is not None, after=fill_rest,
+                rounding=rounding, weight_dtype=weights.dtype, compressed=compressed is not None, after=fill_rest,
             )  # fmt: skip
 
         lax.cond(
@@ -303,7 +303,7 @@ def _paged(q, views, weights, context_lens, block_table, schedule, kind, where, 
             fill_unseen(out_ref, length_ref, rows, queries, thread * config.math + wg, threads * config.math)
             ring.consume(
                 segments, scratch, config, wg, kind, out_ref, None, length_ref, queries=queries, heads=heads,
-                rounding=rounding,
+                rounding=rounding, weight_dtype=weights.dtype,
             )  # fmt: skip
 
         lax.cond(
