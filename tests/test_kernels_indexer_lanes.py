@@ -42,7 +42,7 @@ def test_scores_are_finished_and_stored(queries, heads, weight_dtype, scaled, ou
     dots = rng.normal(size=(64, queries * heads)).astype(np.float32) * 5
     weights = rng.normal(size=queries * heads).astype(weight_dtype if rounding else np.float32)
     scale = np.exp2(rng.integers(-3, 4, 64)).astype(np.float32) if scaled else None
-    start, end = rng.integers(0, 90, rows).astype(np.int32), rng.integers(70, 150, rows).astype(np.int32)
+    start, end = rng.integers(40, 80, rows).astype(np.int32), rng.integers(100, 140, rows).astype(np.int32)
     limit = rows - (queries > 1)  # the last query is left out
     before = np.full((rows, columns), 7, out_dtype)
     with emulator.emulated(lanes):
