@@ -154,11 +154,7 @@ def copy(raw_ref, bias_ref, pages_ref, places, barriers, slot, layout: Staged, p
             source = _field(page, within, field)
             if size % 16 == 0:
                 _expect(there, barrier, size)
-                first = _from_lane(arith.addi(to, i32(staged_at)), 0)
-                copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [s], {size}, [$1];"
-                for number, words in enumerate(_sources(source, there)):
-                    at = arith.addi(first, i32(number * layout.stride))
-                    _by_one_lane(copy.format(size=size), [at, barrier], words)
+                _copy_rows(arith.addi(to, i32(staged_at)), source, there, barrier, size, layout.stride)
             else:
                 _copy_eight(to, source, there, staged_at)
             staged_at += size
@@ -180,8 +176,7 @@ def fetch_ahead(pages_ref, places, layout: Staged, page_size: int):
         for field, size in zip(layout.format.fields(page_size), layout.fields):
             source = _field(page, within, field)
             if size % 16 == 0:
-                for words in _sources(source, there):
-                    _by_one_lane(f"cp.async.bulk.prefetch.L2.global [s], {size};", [], words)
+                _fetch_rows(source, there, size)
             else:
                 asm("prefetch.global.L2 [$0];", "l", [source])
 
@@ -216,6 +211,20 @@ def _expect(there, barrier, size):
         f"@p mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$1], {size}; }}"
     )
     asm(text, "r,r,~{memory}", [there, barrier])
+
+
+def _copy_rows(to, source, there, barrier, size, stride):
+    """Starts copying `size` bytes from `source` to `to` of each of the lower 16 lanes, unless `there` is 0."""
+    first = _from_lane(to, 0)
+    copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [s], {size}, [$1];"
+    for number, words in enumerate(_sources(source, there)):
+        _by_one_lane(copy, [arith.addi(first, i32(number * stride)), barrier], words)
+
+
+def _fetch_rows(source, there, size):
+    """Starts bringing `size` bytes from `source` of each of the lower 16 lanes to L2, unless `there` is 0."""
+    for words in _sources(source, there):
+        _by_one_lane(f"cp.async.bulk.prefetch.L2.global [s], {size};", [], words)
 
 
 def _sources(source, there):
