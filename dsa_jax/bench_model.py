@@ -194,11 +194,17 @@ def run(
     models = [lm] + ([LanguageModel(lm.model(), numerics, "reference")] if reference else [])
     steps = [("prefill", 1, chunk), *(("decode", batch, 1) for batch in batches)]
     timed = [[_TimedStep(m, *step, context) for m in models] for context, step in itertools.product(contexts, steps)]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # All are compiled now: compiling runs kernels of its own, which would be in the way of what is timed.
-        begun = [pool.submit(step.compile, in_parts=step.lm is lm) for pair in timed for step in pair]
-        for done in tqdm(as_completed(begun), total=len(begun), desc="compile", unit="step", disable=not progress):
-            done.result()
+    # All are compiled now: compiling runs kernels of its own, which would be in the way of what is timed. XLA finds the
+    # fastest form of a fusion once and then knows it, but not of one that two threads ask for at the same time; steps
+    # that differ in context or implementation alone share most of theirs. So those of one context come first.
+    every = [step for pair in timed for step in pair]
+    first = [ours for ours, *_ in timed[: len(steps)]]
+    bar = tqdm(total=len(every), desc="compile", unit="step", disable=not progress)
+    with ThreadPoolExecutor(os.cpu_count()) as pool, bar:
+        for together in (first, [step for step in every if step not in first]):
+            for done in as_completed([pool.submit(step.compile, in_parts=step.lm is lm) for step in together]):
+                done.result()
+                bar.update()
     rows = []
     for ours, *theirs in tqdm(timed, desc="time", unit="step", disable=not progress):
         rows.append(_measure(ours, theirs[0] if theirs else None))

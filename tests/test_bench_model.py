@@ -1,6 +1,8 @@
 """The model benchmark on a CPU: every part is timed, floors follow the config, and every role stays in the cut model."""
 
 import json
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from dsa_jax.bench_floor import PARTS, layers_of, work_of
 from dsa_jax.cli import main
 from dsa_jax.config import load_config
 from dsa_jax.layer_plan import layer_plan
+from dsa_jax.numerics import F32
 
 
 def test_a_cut_model_shows_every_role_at_the_config_s_widths():
@@ -46,6 +49,39 @@ def test_parts_of_a_program_go_by_the_names_of_operations():
     assert bench_model._part_of_instructions(program) == {
         "fusion.1": "indexer", "sort.2": "selection", "custom-call.3": "attention", "dot.4": "experts", "copy.5": "rest",
     }  # fmt: skip
+
+
+def test_steps_that_share_fusions_are_not_compiled_at_the_same_time(monkeypatch):
+    """Every step of the first context with kernels, at once, before any other: XLA would search for the fastest form of
+    what they share in each of them."""
+    calls, begun = [], threading.Barrier(3, timeout=60)
+
+    class Step:
+        def __init__(self, lm, kind, batch, count, context):
+            self.lm, self.name = lm, ("kernels" if lm is kernels else "references", kind, batch, context)
+
+        def compile(self, in_parts):
+            assert in_parts == (self.lm is kernels)
+            calls.append(("begin", self.name))
+            if self.lm is kernels and self.name[-1] == 64:
+                begun.wait()
+            calls.append(("end", self.name))
+
+    def measured(ours, theirs):
+        assert ours.name[1:] == theirs.name[1:]
+        _, kind, batch, context = ours.name
+        return bench_model.StepRow(kind, batch, context, 1, 1.0, 1.0, {}, None, None, 1, (), "", "")
+
+    kernels = SimpleNamespace(model=lambda: None)
+    monkeypatch.setattr(bench_model, "_TimedStep", Step)
+    monkeypatch.setattr(bench_model, "random_model", lambda *_: kernels)
+    monkeypatch.setattr(bench_model, "LanguageModel", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(bench_model, "_measure", measured)
+    monkeypatch.setattr(bench_model.os, "cpu_count", lambda: 3)
+    rows = bench_model.run(load_config(CHECKPOINT), F32, batches=[1, 2], contexts=[64, 128], chunk=16, reference=True)
+    first = {("kernels", kind, batch, 64) for kind, batch in (("prefill", 1), ("decode", 1), ("decode", 2))}
+    assert {name for _, name in calls[:6]} == first and len(set(calls)) == len(calls) == 24
+    assert [row.context for row in rows] == [64] * 3 + [128] * 3
 
 
 @pytest.mark.slow
