@@ -111,7 +111,7 @@ def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
         return found
     if not hasattr(lm.family.model, "draft"):
         # The same bytes of each device hold as many pages, and in those of a divided cache more tokens.
-        sized = Engine(lm, 2, 48, page_size=page, memory_bytes=2**22, prefill_shapes=((1, 8),))
+        sized = Engine(lm, 2, 48, page_size=page, memory_bytes=4_250_000, prefill_shapes=((1, 8),))
         return found | {"generated": served(lm, page), "pages": np.array(sized.pages)}
     last = jnp.stack([logits[0, 39], logits[1, 34]])
     done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
