@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from sharding_cases import on_mesh
-from test_device_model import programs_of, released_widths, run
+from test_device_model import compiled_together, programs_of, released_widths, run
 
 from dsa_jax.bench_model import filled_cache, random_model
 from dsa_jax.numerics import BF16
@@ -27,22 +27,22 @@ BATCH, CONTEXT, STEPS, RUNS = 32, 16384, 8, 5
 COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collective|nccl", re.IGNORECASE)
 
 
-def times(lm):
+def burst(lm):
+    """Arguments of a burst of decode steps; made anew for each, because a burst uses them up."""
+    cache, _ = filled_cache(lm, BATCH, CONTEXT, STEPS)
+    logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.array([-1], np.int32)
+    return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
+
+
+def times(lm, decode):
     """Microseconds of a decode step by the clock, and of its collectives on the first device as the profiler has them."""
-
-    def prepared():
-        cache, _ = filled_cache(lm, BATCH, CONTEXT, STEPS)
-        logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.array([-1], np.int32)
-        return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
-
-    decode = lm._decode.lower(lm.leaves, *prepared(), steps=STEPS, drafts=0).compile()
     clock = []
     for _ in range(RUNS + 1):
-        arguments = prepared()
+        arguments = burst(lm)
         begun = time.perf_counter()
         jax.block_until_ready(decode(lm.leaves, *arguments))
         clock.append(1e6 * (time.perf_counter() - begun) / STEPS)
-    arguments = prepared()
+    arguments = burst(lm)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(decode(lm.leaves, *arguments))
@@ -78,7 +78,8 @@ def test_two_gpus_agree_with_one(axis):
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_collectives_are_a_part_of_a_step(axis):
     """Prints what they take."""
-    one, two = on_two(axis)
-    alone, (together, collectives) = times(one)[0], times(two)
+    models = on_two(axis)
+    lowered = [lm._decode.lower(lm.leaves, *burst(lm), steps=STEPS, drafts=0) for lm in models]
+    (alone, _), (together, collectives) = map(times, models, compiled_together(lowered))
     print(f"{axis}=2: a step of {BATCH} requests {together:.0f} us, collectives {collectives:.0f} us; on one GPU {alone:.0f} us")
     assert 0 < collectives < together
