@@ -405,8 +405,8 @@ def emulated(*modules):
                     stack.enter_context(mock.patch.object(module, name, stand_in))
             if hasattr(module, "mgpu"):
                 stack.enter_context(mock.patch.object(module, "mgpu", types.SimpleNamespace(FragmentedArray=Registers)))
-            if hasattr(module, "_if"):
-                stack.enter_context(mock.patch.object(module, "_if", _branch))
+            if hasattr(module, "either"):
+                stack.enter_context(mock.patch.object(module, "either", _branch))
         stack.enter_context(mock.patch.object(mosaic, "lane_code", _lane_code))
         stack.enter_context(mock.patch.object(mosaic, "scalar", lambda x: x))
         stack.enter_context(mock.patch.object(mosaic, "global_pointer", _pointer))

@@ -11,9 +11,10 @@ from lane_emulator import Memory, wgmma_array, wgmma_registers
 from reference import ops as oracle
 
 from pallas_kernels import Model1, Plain, V32, V41MXFP8, V41NVFP4
-from pallas_kernels.sparse_decode import lanes, rows
+from pallas_kernels.sparse_decode import decoding, lane_ops, lanes, operands, rows, scaling
 
 BF16 = ml_dtypes.bfloat16
+ROWS = (lane_ops, rows, decoding, scaling, operands)  # modules that read a block
 FORMATS = {
     "v32": V32(),
     "v32 of any scale": V32(),
@@ -76,7 +77,7 @@ def staged_block(name, rng):
     found = raw.array.reshape(64, -1)[:, : stored.shape[1]]
     np.testing.assert_array_equal(found, np.where(none[:, None], 0, stored[slots]))
     scale, odd = Memory(np.zeros(64 * (layout.groups + 1), BF16)), Memory(np.zeros(4, np.int32))
-    rows.prepare(raw, scale, odd, emulator.value(0), (layout,))
+    scaling.prepare(raw, scale, odd, emulator.value(0), (layout,))
     assert odd.array.any() == ("any" in name)
     if isinstance(format, Plain):
         values = stored.reshape(-1).view(BF16).reshape(len(stored), -1)
@@ -88,32 +89,32 @@ def staged_block(name, rng):
 
 
 def keys(memory, chunk, reading):
-    words = rows.load_keys(*memory[:2], chunk, reading)
-    return wgmma_array(rows.key_fragment(words, chunk, reading).registers, (64, 64))
+    words = operands.load_keys(*memory[:2], chunk, reading)
+    return wgmma_array(operands.key_fragment(words, chunk, reading).registers, (64, 64))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_ac_69_stored_bytes_become_operands(name):
     """Keys and values of a block, exactly as the format decodes, whatever the codes and scales."""
-    with emulator.emulated(rows):
+    with emulator.emulated(*ROWS):
         layout, values, memory = staged_block(name, np.random.default_rng(5))
-        reading = rows.Reading(layout, general="any" in name)
-        assert reading in rows.readings((layout,))
+        reading = scaling.Reading(layout, general="any" in name)
+        assert reading in scaling.readings((layout,))
         width = values.shape[1]
         for chunk in range(width // 64):
             found = keys(memory, chunk, reading)
-            np.testing.assert_array_equal(found, np.asarray(rows.key_order(values[:, 64 * chunk : 64 * chunk + 64])))
+            np.testing.assert_array_equal(found, np.asarray(operands.key_order(values[:, 64 * chunk : 64 * chunk + 64])))
         for part, half in np.ndindex(4, 2):
             at = emulator.value(part)
-            words = rows.load_values(*memory[:2], at, half, reading, may_be_tail=part == 3)
-            found = rows.value_fragment(words, at, half, reading, may_be_tail=part == 3)
+            words = operands.load_values(*memory[:2], at, half, reading, may_be_tail=part == 3)
+            found = operands.value_fragment(words, at, half, reading, may_be_tail=part == 3)
             found = wgmma_array(found.registers, (128, 32))
             block = values[32 * half : 32 * half + 32, 128 * part : 128 * part + 128]
-            np.testing.assert_array_equal(found, rows.value_order(block.T))
-            np.testing.assert_array_equal(rows.value_order_back(found), block.T)
+            np.testing.assert_array_equal(found, operands.value_order(block.T))
+            np.testing.assert_array_equal(operands.value_order_back(found), block.T)
         for first, columns in [(128 * c, 128) for c in range(4)] + [(512, 64)] * (width == 576):
             unpacked = Memory(np.zeros((64, columns), BF16))
-            rows.unpack(*memory, emulator.value(0), unpacked, first, (layout,))
+            operands.unpack(*memory, emulator.value(0), unpacked, first, (layout,))
             expected = tile(values[:, first : first + columns].astype(BF16), 64)
             np.testing.assert_array_equal(unpacked.array.reshape(-1), expected.reshape(-1))
 
@@ -121,18 +122,18 @@ def test_ac_69_stored_bytes_become_operands(name):
 @pytest.mark.parametrize("name", ["v32", "v32 of any scale", "model1", "v41_mxfp8"])
 def test_ac_69_a_nan_code_makes_its_row_nan(name):
     """Everywhere else keys are as they were; as a value it is not looked at, since its probability is NaN."""
-    with emulator.emulated(rows):
+    with emulator.emulated(*ROWS):
         layout, values, (raw, scale, odd) = staged_block(name, np.random.default_rng(6))
         for row, value in ((5, 0), (9, 70), (62, 447)):
             raw.array.reshape(64, -1)[row, value] = 0x7F | (row % 2) << 7
         for chunk in range(layout.quantised // 64):
-            found = keys((raw, scale), chunk, rows.Reading(layout, general="any" in name))
+            found = keys((raw, scale), chunk, scaling.Reading(layout, general="any" in name))
             spoilt = [row for row, value in ((5, 0), (9, 70), (62, 447)) if value // 64 == chunk]
             np.testing.assert_array_equal(np.isnan(found).any(1), np.isin(np.arange(64), spoilt))
-            expected = np.asarray(rows.key_order(values[:, 64 * chunk : 64 * chunk + 64]))
+            expected = np.asarray(operands.key_order(values[:, 64 * chunk : 64 * chunk + 64]))
             np.testing.assert_array_equal(np.delete(found, spoilt, 0), np.delete(expected, spoilt, 0))
         unpacked = Memory(np.zeros((64, 128), BF16))
-        rows.unpack(raw, scale, odd, emulator.value(0), unpacked, 0, (layout,))
+        operands.unpack(raw, scale, odd, emulator.value(0), unpacked, 0, (layout,))
         bad = np.isnan(unpacked.array.astype(np.float32)).reshape(8, -1).any(1)  # of eight rows together
         np.testing.assert_array_equal(bad, np.isin(np.arange(8), (5 // 8, 9 // 8)))
 
@@ -155,11 +156,11 @@ def tile(array, swizzle):
 def test_queries_are_laid_out_for_the_tensor_cores(heads, width):
     rng = np.random.default_rng(6)
     q = rng.standard_normal((2 * heads, width)).astype(BF16)
-    with emulator.emulated(rows, lanes):
+    with emulator.emulated(lane_ops, lanes):
         q_s = Memory(np.zeros((heads, width), BF16))
         for wg in range(2):
             lanes.load_queries(Memory(q), q_s, emulator.value(heads), emulator.value(wg), 2)
-    expected = tile(np.asarray(rows.key_order(q[heads:])), 128)
+    expected = tile(np.asarray(operands.key_order(q[heads:])), 128)
     np.testing.assert_array_equal(q_s.array.reshape(-1), expected.reshape(-1))
 
 
@@ -174,7 +175,7 @@ def test_softmax_over_tokens(heads):
     scores[0, 1, :, 3] = -np.inf
     scores[1] = np.minimum(scores[1], scores[0].max((0, 1)) + 8)
     number = emulator.value
-    with emulator.emulated(rows, lanes):
+    with emulator.emulated(lane_ops, lanes):
         high_s = Memory(np.zeros((6, heads), np.int32))
         sums_s = Memory(np.full((8, heads), np.nan, np.float32))
         p_s = Memory(np.zeros((2, heads, 32), BF16))
@@ -233,10 +234,10 @@ def per_head_registers(array):
 def test_output_of_every_head(heads, dtype):
     rng = np.random.default_rng(8)
     values = rng.standard_normal((2, 2, 128, heads)).astype(np.float32)
-    with emulator.emulated(rows, lanes):
+    with emulator.emulated(lane_ops, lanes):
         out = Memory(np.zeros((3 * heads, 512), dtype))
         for wg in range(2):
-            accs = [wgmma_registers(rows.value_order(x)) for x in values[wg]]
+            accs = [wgmma_registers(operands.value_order(x)) for x in values[wg]]
             lanes.store_output(out, accs, emulator.value(heads), emulator.value(wg))
         lse = Memory(np.full(3 * heads, 7, np.float32))
         numbers = rng.standard_normal(heads).astype(np.float32)

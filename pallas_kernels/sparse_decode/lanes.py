@@ -21,8 +21,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention.online_softmax import START
-from pallas_kernels.sparse_decode import rows
-from pallas_kernels.sparse_decode.rows import HALF_TILE, SCALAR, WGMMA, asm, i32, i32_type, permute
+from pallas_kernels.sparse_decode.lane_ops import SCALAR, WGMMA, asm, fragment, i32, i32_type, own_thread, permute
+from pallas_kernels.sparse_decode.operands import HALF_TILE, key_order, value_order_back
 
 PER_HEAD = WGMMA.reduce(0)
 PER_TOKEN = WGMMA.reduce(1)
@@ -43,13 +43,13 @@ def load_queries(q_ref, q_s, first, wg, warpgroups: int):
     def twin(q_ref, q_s, first, wg):
         @pl.when(wg == 0)
         def _():
-            q_s[...] = rows.key_order(q_ref[pl.ds(first, heads)])
+            q_s[...] = key_order(q_ref[pl.ds(first, heads)])
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(TILE), SCALAR, SCALAR), twin=twin)
     def load(_, q_ref, q_s, first, wg):
         i64, i8 = ir.IntegerType.get_signless(64), ir.IntegerType.get_signless(8)
         four = ir.VectorType.get((4,), i32_type())
-        thread = arith.addi(arith.muli(mosaic.scalar(wg), i32(128)), arith.remui(rows.own_thread(), i32(128)))
+        thread = arith.addi(arith.muli(mosaic.scalar(wg), i32(128)), arith.remui(own_thread(), i32(128)))
         start = arith.muli(arith.extui(i64, mosaic.scalar(first)), utils.c(2 * width, i64))
         source = utils.getelementptr(mosaic.global_pointer(q_ref), [start], i8)
         to = utils.memref_ptr(q_s)
@@ -97,8 +97,8 @@ def scores(products, factor, bias_ref):
     )
     def multiply_add(_, products, factor, bias_ref):
         f32, factor = ir.F32Type.get(), mosaic.scalar(factor)
-        lane = arith.remui(rows.own_thread(), i32(32))
-        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
+        lane = arith.remui(own_thread(), i32(32))
+        warp = arith.divui(arith.remui(own_thread(), i32(128)), i32(32))
         token = arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
         biases, tokens = utils.memref_ptr(bias_ref), [token, arith.addi(token, i32(8))]
         bias = [llvm.load(f32, utils.getelementptr(biases, [at], f32)) for at in tokens]
@@ -106,7 +106,7 @@ def scores(products, factor, bias_ref):
         for i, register in enumerate(products.registers.flat):  # of eight heads, first the upper tokens, then the lower
             found = [llvm.intr_fma(x, factor, bias[i % 2]) for x in _elements(register)]
             registers[i] = vector.from_elements(ir.VectorType.get((2,), f32), found)
-        return rows.fragment(registers, products.shape)
+        return fragment(registers, products.shape)
 
     return multiply_add(products, factor, bias_ref)
 
@@ -137,7 +137,7 @@ class Maxima:
 
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def reset(_, ref, turn):
-            head = arith.remui(rows.own_thread(), i32(self.heads))
+            head = arith.remui(own_thread(), i32(self.heads))
             start = utils.c(START, ir.F32Type.get())
             at = arith.addi(head, self._copy(turn, 0))
             self._set(ref, at, start)
@@ -176,7 +176,7 @@ class Maxima:
             twin=twin,
         )
         def moved(_, ref, turn):
-            lane = arith.remui(rows.own_thread(), i32(32))
+            lane = arith.remui(own_thread(), i32(32))
             head = arith.remui(arith.muli(lane, i32(2)), i32(self.heads))
             before, now = self._before_and_now(ref, turn, head)
             pairs = [[llvm.bitcast(i32_type(), x) for x in two] for two in zip(before, now)]
@@ -225,7 +225,7 @@ class Maxima:
         @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR), twin=twin)
         def pass_on(_, ref, turn):
             pairs = self.heads // 2
-            head = arith.muli(arith.remui(rows.own_thread(), i32(pairs)), i32(2))
+            head = arith.muli(arith.remui(own_thread(), i32(pairs)), i32(2))
             now = self._before_and_now(ref, turn, head)[1]
             at = arith.addi(head, self._copy(turn, 1))
             for i, x in enumerate(now):
@@ -312,7 +312,7 @@ def offer_sums(sums, sums_s, wg):
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), LANE_SUMS, SCALAR), twin=twin)
     def offer(_, sums_s, sums, wg):
-        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
+        warp = arith.divui(arith.remui(own_thread(), i32(128)), i32(32))
         row = arith.addi(arith.muli(mosaic.scalar(wg), i32(4)), warp)
         head = _first_head(heads)
         at = arith.addi(arith.muli(row, i32(heads)), head)
@@ -342,8 +342,8 @@ def write_probabilities(p_s, p):
     @mosaic.lane_code(arg_types=(plgpu.RefType(HALF_TILE), WGMMA), twin=twin)
     def write(_, p_s, p):
         heads = p.shape[1]
-        lane = arith.remui(rows.own_thread(), i32(32))
-        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
+        lane = arith.remui(own_thread(), i32(32))
+        warp = arith.divui(arith.remui(own_thread(), i32(128)), i32(32))
         matrix, row = arith.remui(arith.divui(lane, i32(8)), i32(2)), arith.remui(lane, i32(8))
         chunk = arith.addi(arith.muli(arith.remui(warp, i32(2)), i32(2)), matrix)
         chunk = arith.xori(chunk, arith.divui(row, i32(2)))  # the 64-byte swizzle
@@ -373,7 +373,7 @@ def store_output(out_ref, accs, row, wg):
 
     def twin(out_ref, row, wg, *accs):
         for i, acc in enumerate(accs):
-            block = rows.value_order_back(acc).T.astype(out_ref.dtype)
+            block = value_order_back(acc).T.astype(out_ref.dtype)
             out_ref[pl.ds(row, heads), pl.ds((wg * parts + i) * 128, 128)] = block
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), SCALAR, SCALAR, *[WGMMA] * parts), twin=twin)
@@ -382,8 +382,8 @@ def store_output(out_ref, accs, row, wg):
         f32 = ir.F32Type.get()
         wide = jnp.dtype(out_ref_dtype) == jnp.float32
         size = 4 if wide else 2
-        lane = arith.remui(rows.own_thread(), i32(32))
-        warp = arith.divui(arith.remui(rows.own_thread(), i32(128)), i32(32))
+        lane = arith.remui(own_thread(), i32(32))
+        warp = arith.divui(arith.remui(own_thread(), i32(128)), i32(32))
         first = arith.addi(mosaic.scalar(row), arith.muli(_quad(), i32(2)))
         column = arith.addi(arith.muli(warp, i32(32)), arith.muli(arith.divui(lane, i32(4)), i32(4)))
         column = arith.addi(column, arith.muli(mosaic.scalar(wg), i32(128 * parts)))
@@ -418,7 +418,7 @@ def store_heads(ref, values, at):
     @mosaic.lane_code(arg_types=(plgpu.RefType(), PER_HEAD, SCALAR), twin=twin)
     def store(_, ref, values, at):
         i64 = ir.IntegerType.get_signless(64)
-        thread = arith.remui(rows.own_thread(), i32(128))
+        thread = arith.remui(own_thread(), i32(128))
         first = arith.addi(mosaic.scalar(at), arith.muli(_quad(), i32(2)))
         pointer = utils.getelementptr(mosaic.global_pointer(ref), [arith.extui(i64, first)], ir.F32Type.get())
         to = llvm.ptrtoint(i64, pointer)
@@ -447,7 +447,7 @@ def _per_head(registers, shape):
 
 def _first_head(heads):
     """The first of the two heads that a lane has after `_across_lanes`; at least `heads` for a lane that has none."""
-    lane = arith.remui(rows.own_thread(), i32(32))
+    lane = arith.remui(own_thread(), i32(32))
     head, held = arith.muli(_quad(), i32(2)), _power_of_two(heads // 8)
     for bit in _LANE_BITS:
         if held > 1:
@@ -463,7 +463,7 @@ def _across_lanes(array, combine, neutral):
     Lanes that hold the same heads halve them among each other, as long as there are two pairs of them.
     """
     heads = array.shape[1]
-    lane = arith.remui(rows.own_thread(), i32(32))
+    lane = arith.remui(own_thread(), i32(32))
     columns = [combine(*pair) for pair in _row_pairs(array)]
     held = list(zip(columns[::2], columns[1::2]))
     nothing = utils.c(neutral, ir.F32Type.get())
@@ -525,4 +525,4 @@ def _elements(register):
 
 
 def _quad():
-    return arith.remui(rows.own_thread(), i32(4))
+    return arith.remui(own_thread(), i32(4))

@@ -22,7 +22,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_attention.online_softmax import START
-from pallas_kernels.sparse_decode import merge, planning, rows, sm90
+from pallas_kernels.sparse_decode import merge, operands, planning, rows, scaling, sm90
 from pallas_kernels.sparse_decode.lanes import VALUES
 
 BLOCK = planning.BLOCK
@@ -76,9 +76,9 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
     tensor = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     bf16, f32 = jnp.bfloat16, jnp.float32
     scratch = dict(
-        q_s=plgpu.SMEM((HEADS, width), bf16, transforms=rows.HALF_TILE),
-        k_s=plgpu.SMEM((_CHUNKS, BLOCK, CHUNK), bf16, transforms=rows.HALF_TILE),
-        p_s=plgpu.SMEM((HEADS, BLOCK), bf16, transforms=rows.HALF_TILE),
+        q_s=plgpu.SMEM((HEADS, width), bf16, transforms=operands.HALF_TILE),
+        k_s=plgpu.SMEM((_CHUNKS, BLOCK, CHUNK), bf16, transforms=operands.HALF_TILE),
+        p_s=plgpu.SMEM((HEADS, BLOCK), bf16, transforms=operands.HALF_TILE),
         raw_s=plgpu.SMEM((16 if interpreted else BLOCK * max(layout.stride for layout in layouts),), jnp.uint8),
         scale_s=plgpu.SMEM((BLOCK * max(1, *[layout.groups for layout in layouts]),), bf16),
         odd_s=plgpu.SMEM((4,), jnp.int32),
@@ -99,7 +99,7 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
         added=tensor(),
     )
     if tail:
-        scratch |= dict(tail_s=plgpu.SMEM((BLOCK, tail), bf16, transforms=rows.HALF_TILE))
+        scratch |= dict(tail_s=plgpu.SMEM((BLOCK, tail), bf16, transforms=operands.HALF_TILE))
     if interpreted:
         scratch |= dict(decoded_s=plgpu.SMEM((BLOCK, width), bf16))
 
@@ -158,7 +158,7 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
                 decoded = s.decoded_s if interpreted else None
                 stored = (s.raw_s, s.scale_s, s.odd_s)
                 copied.wait(lax.rem(i, 2), i // 2)
-                rows.prepare(*stored, which, layouts)
+                scaling.prepare(*stored, which, layouts)
 
                 @pl.when(i > 0)
                 def _():
@@ -166,9 +166,9 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
 
                 plgpu.commit_smem()
                 for c in range(_CHUNKS):
-                    rows.unpack(*stored, which, s.k_s.at[c], CHUNK * c, layouts, decoded)
+                    operands.unpack(*stored, which, s.k_s.at[c], CHUNK * c, layouts, decoded)
                 if tail:
-                    rows.unpack(*stored, which, s.tail_s, VALUES, layouts, decoded)
+                    operands.unpack(*stored, which, s.tail_s, VALUES, layouts, decoded)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(s.k_full)
                 pl.when(i + 1 < steps)(functools.partial(start, i + 1))

@@ -5,7 +5,7 @@ those, and hands a block on with its scales brought to the form that the others 
 at a time (four to 256 where there are few heads, whose sums are small), with the tokens as rows of the products: scores
 are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are V^T p^T, [512 / warpgroups values, heads] for
 each warpgroup's share of the values and all blocks. The left operands, K and V^T, are made in registers from the stored
-bytes (see `rows`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The bytes of
+bytes (see `operands`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The bytes of
 the next operand are loaded before this one is converted, and the ways of reading a block part in front of its products,
 not between them: two warps a scheduler hide little, and a branch ends what the assembler may move. Where a row of the
 schedule has one part, it is finished here; the others leave normalised parts in float32 and their log-sum-exps, which a
@@ -25,7 +25,8 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
-from pallas_kernels.sparse_decode import lanes, merge, planning, rows
+from pallas_kernels.sparse_decode import lanes, merge, operands, planning, rows, scaling
+from pallas_kernels.sparse_decode.lane_ops import fresh_zero
 from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
 
 BLOCK = planning.BLOCK
@@ -231,7 +232,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                 """Of a block that was begun: waits until it is there, and hands it on."""
                 slot = lax.rem(position, stages)
                 full.wait(slot, position // stages)
-                rows.prepare(*stored(slot), which, layouts)
+                scaling.prepare(*stored(slot), which, layouts)
                 plgpu.barrier_arrive(at["prepared"].at[slot])
 
             def segment(i, state):
@@ -303,10 +304,10 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
             def read_as(slot, which, function):
                 """What `function` gives for the way in which the rows of a block are read."""
-                ways = rows.readings(layouts)
+                ways = scaling.readings(layouts)
                 if interpreted or len(ways) == 1:
                     return function(ways[0])
-                number = rows.reading_of(at["odd"].at[slot], which, layouts)
+                number = scaling.reading_of(at["odd"].at[slot], which, layouts)
                 return lax.switch(number, [functools.partial(function, way) for way in ways])
 
             def score(position, which):
@@ -317,13 +318,13 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
                 def products(way):
                     def of(acc):
-                        following = rows.load_keys(raw, scales, 0, way, decoded)
+                        following = operands.load_keys(raw, scales, 0, way, decoded)
                         for chunk in range(chunks):
                             words = following
                             if chunk + 1 < chunks:
-                                following = rows.load_keys(raw, scales, chunk + 1, way, decoded)
-                            left = rows.key_fragment(words, chunk, way)
-                            multiply(acc, left, at["q"].at[rows.fresh_zero(), :, pl.ds(64 * chunk, 64)].T, "k")
+                                following = operands.load_keys(raw, scales, chunk + 1, way, decoded)
+                            left = operands.key_fragment(words, chunk, way)
+                            multiply(acc, left, at["q"].at[fresh_zero(), :, pl.ds(64 * chunk, 64)].T, "k")
                         return acc[...]
 
                     return pl.run_scoped(of, plgpu.ACC((BLOCK, used), jnp.float32))
@@ -349,7 +350,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
                     def load(half, i):
                         part, last = parts_of_values * wg + i, i + 1 == parts_of_values
-                        return rows.load_values(raw, scales, part, half, way, decoded, may_be_tail=last)
+                        return operands.load_values(raw, scales, part, half, way, decoded, may_be_tail=last)
 
                     def of(*accs):
                         following = load(*pieces[0])
@@ -360,7 +361,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                             else:  # the last of the block has been read
                                 plgpu.barrier_arrive(at["empty"].at[slot])
                             part, last = parts_of_values * wg + i, i + 1 == parts_of_values
-                            left = rows.value_fragment(words, part, half, way, may_be_tail=last)
+                            left = operands.value_fragment(words, part, half, way, may_be_tail=last)
                             multiply(accs[i], left, at["p"].at[number, half].T, "v")
 
                     return mosaic.accumulate(of, accs)
