@@ -138,13 +138,14 @@ def test_random_programs_give_each_request_what_it_gets_alone(program):
         ("v41", DRAFTS, {}),
         ("v41", 0, {"decode_rows": (1, 2, BATCH), "prefill_shapes": ((1, 16), (BATCH, 4))}),
         ("v41", DRAFTS, {"max_rollback": 0, "steps": 1}),
+        ("v41", 0, {"max_rollback": 0, "decode_rows": (1, 2, BATCH), "prefill_shapes": ((1, 16), (BATCH, 4))}),
         ("v4", 0, {}),
         ("v4", 1, {}),
         ("v4", 1, {"max_rollback": 0, "steps": 1}),
         ("v32", 0, {}),
         ("v32", 0, {"max_rollback": 0, "steps": 2}),
     ],
-    ids=["v41-drafts", "v41-buckets", "v41-ahead", "v4", "v4-drafts", "v4-ahead", "v32", "v32-ahead"],
+    ids=["v41-drafts", "v41-buckets", "v41-ahead", "v41-buckets-ahead", "v4", "v4-drafts", "v4-ahead", "v32", "v32-ahead"],
 )
 def test_many_random_programs(family, drafts, options):
     @settings(max_examples=PROGRAMS // 5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -155,6 +156,38 @@ def test_many_random_programs(family, drafts, options):
     engine = check_program(family, drafts, MIXED, **options)
     assert bool(engine.ran_ahead) == (options.get("max_rollback") == 0)
     check()
+
+
+def test_a_burst_is_under_way_while_prompts_are_processed():
+    """Between the chunks of two prompts, which take up a prefix, the next burst is started before the last one is read, and
+    chunks and bursts still alternate. Tokens and selected positions are those of each request alone."""
+    engine = small_engine(drafts=0, watched=True, max_rollback=0, boundary=8)
+    calls, state = [], engine._state
+    prefill, decode, finish = state.prefill, state.decode, engine._finish_burst
+    state.prefill = lambda *arguments: calls.append("chunk") or prefill(*arguments)
+    state.decode = lambda requests: calls.append("burst") or decode(requests)
+    engine._finish_burst = lambda burst: calls.append("read") or finish(burst)
+    prompts, new = [prompt(5, 1), prompt(20, 0), prompt(24, 0)], [22, 12, 10]
+    answers = {}
+    for tokens, most in zip(prompts, new, strict=True):
+        answers[engine.add(tokens, most, stop_ids=NO_STOP)] = list(tokens)
+        while len(answers) == 1 and engine._ahead is None:
+            for event in engine.step():
+                answers[event.id] += event.tokens
+    calls.clear()
+    chunks = 0
+    while any(request.state != "decode" for request in engine._requests.values()):
+        for event in engine.step():
+            answers[event.id] += event.tokens
+        assert engine._ahead is not None
+        chunks += 1
+    assert chunks >= 3 and calls == ["chunk", "burst", "read"] * chunks
+    for id, tokens in run(engine).items():
+        answers[id] += tokens
+    for id, tokens in answers.items():
+        assert len(tokens) == len(prompts[id]) + new[id]
+        assert_greedy("v41", tokens, range(len(prompts[id]), len(tokens)))
+        assert_selected("v41", tokens, engine.selected[id])
 
 
 @pytest.mark.parametrize("boundary", [10, 11, 12, 13])

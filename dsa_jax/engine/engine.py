@@ -107,8 +107,8 @@ class Engine:
     def step(self) -> list[Event]:
         """Admits what fits, processes one chunk of prompts and one burst of decode steps; returns what happened.
 
-        On return the next burst may be under way: where no prompt and no queued request could be served before it, and the
-        engine was made without max_rollback.
+        On return the next burst may be under way: where no queued request could take the place of one that ends, and the
+        engine was made without max_rollback. A prompt's next chunk comes after it, as it would otherwise.
         """
         events = self._admit()
         self._prefill()
@@ -323,7 +323,7 @@ class Engine:
         burst, self._ahead = self._ahead or self._start_burst(), None
         if burst is None:
             return []
-        if self._can_run_ahead():
+        if self._can_run_ahead(burst):
             self._ahead = self._start_burst()
         return self._finish_burst(burst)
 
@@ -338,18 +338,19 @@ class Engine:
         with jax.transfer_guard_device_to_host("disallow"):
             return Burst(padded, self._state.decode(padded))
 
-    def _can_run_ahead(self) -> bool:
-        """Whether nothing has to be decided before the next burst.
+    def _can_run_ahead(self, burst: Burst) -> bool:
+        """Whether nothing has to be decided between `burst` and the next one.
 
         A request that ends in the burst under way takes part in the next one without effect: it samples its last token
         again, and feeds none. So it is enough that one goes on. Requests that wait for the room of one that ends should
-        have it at once, a chunk of a prompt should not wait, and a rollback counts from the tokens that the caller has seen.
+        have it at once, and a rollback counts from the tokens that the caller has seen. Chunks of prompts are no reason to
+        wait: this step's was started before, and the next one's would come after the next burst in any case.
         """
-        rows = [r for r in self._rows if r is not None]
-        if self.sizes.max_rollback or any(r.state == "prefill" for r in rows):
+        if self.sizes.max_rollback:
             return False
-        burst = self.sizes.steps * (1 + self.sizes.drafts)
-        go_on = [len(r.tokens) + burst < r.most_tokens for r in rows]
+        most, under_way = self.sizes.steps * (1 + self.sizes.drafts), set(burst.requests)
+        running = [r for r in self._rows if r is not None and r.state == "decode"]
+        go_on = [r not in under_way or len(r.tokens) + most < r.most_tokens for r in running]
         return all(go_on) if self._queue else any(go_on)
 
     def _finish_burst(self, burst: Burst) -> list[Event]:
