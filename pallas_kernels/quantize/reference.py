@@ -153,9 +153,7 @@ def e8m0_to_float32(codes):
 
 @_compiled()
 def unpack_fp4(packed):
-    # A shift by position and not two arrays side by side, which XLA would write with one store a value.
-    shift = lax.broadcasted_iota(jnp.uint8, (*packed.shape, 2), packed.ndim) << 2
-    codes = (packed[..., None] >> shift).reshape(*packed.shape[:-1], 2 * packed.shape[-1]) & 15
+    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     magnitude = (codes & 7).astype(jnp.uint32)
     # Codes 2..7 are 1.m * 2^e with one mantissa bit, so they are the top bits of a float32 from 1 on.
     bits = jnp.where(magnitude >= 2, ((magnitude + 252) << 22), jnp.where(magnitude == 1, jnp.uint32(0x3F000000), 0))
