@@ -14,9 +14,9 @@ from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
 from dsa_jax.numerics import Numerics, f32, matmul
 from dsa_jax.tap import Tap
 
-ROWS_OF_DEQUANTIZING = 256
-"""To dequantise an expert takes about as long as its products with so many rows. An H200's datasheet says 464 (4.5 bytes
-a weight, 2 operations a weight and row); products of tiles are taken to reach about half of that, which was not measured."""
+ROWS_OF_DEQUANTIZING = 800
+"""To dequantise an expert takes about as long as its products with so many rows: at V4.1's widths an H200 took 84 us for the
+three weights and 27 us for the products with 256 rows."""
 
 DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
