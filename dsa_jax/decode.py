@@ -2,21 +2,22 @@
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
 
-from dsa_jax import ops, sharding
+from dsa_jax import ops, ranks, sharding
 from dsa_jax.burst import decode_burst, prefill_chunk
 from dsa_jax.cache.requests import capacity
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.engine import Engine
-from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, chunk_of_budget
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, chunk_of_budget, drafted_tokens
 from dsa_jax.engine.programs import Programs
 from dsa_jax.families import family_of
 from dsa_jax.layers.draft import Draft
@@ -83,9 +84,9 @@ class LanguageModel:
             return prefill_chunk(model, self.numerics, cache, logits, tokens, count, image)
 
         def decode(model, cache, logits, done, sampling, stop_ids, steps, drafts):
-            stops = jnp.broadcast_to(stop_ids, (len(done), len(stop_ids)))
+            burst = decode_burst if ranks.parts("requests") == 1 else _burst_in_step
             limit = jnp.full_like(cache.length, self.capacity(cache))
-            return decode_burst(model, self.numerics, cache, logits, done, sampling, stops, limit, steps, drafts)
+            return burst(model, self.numerics, cache, logits, done, sampling, stop_ids, limit, steps, drafts)
 
         def draft(model, cache, tokens):
             return model.draft(cache, tokens, self.numerics)
@@ -124,12 +125,29 @@ class LanguageModel:
         return self.leaves[self._names.index(name)]
 
     def new_cache(self, requests: int, max_tokens: int, sizes: CacheSizes = CacheSizes()) -> Cache:
-        """An empty cache for `requests` requests of up to `max_tokens` tokens each; divided over the mesh's cp."""
+        """An empty cache for `requests` requests of up to `max_tokens` tokens each; divided over the mesh's dp and cp.
+
+        sizes.pages are those of all groups of devices (dp). ValueError for what the family's cache refuses, and for requests or
+        pages that dp does not divide.
+        """
+        ways = self.groups
+        for count, what in ((requests, "requests"), (sizes.pages or ways, "pages")):
+            if count % ways:
+                raise ValueError(
+                    f"A cache of {count} {what} on a mesh of dp={ways}: every group of devices has as many. Give a multiple "
+                    f"of {ways}, or a mesh without dp, which an Engine needs as well."
+                )
+        own = sizes if sizes.pages is None else replace(sizes, pages=sizes.pages // ways)
 
         def empty():
-            return self.family.new_cache(self.config, self.numerics, requests, max_tokens, sizes)
+            return self.family.new_cache(self.config, self.numerics, requests // ways, max_tokens, own)
 
         return empty() if self.mesh is None else jax.jit(sharding.spmd(empty, self.mesh))()
+
+    @property
+    def groups(self) -> int:
+        """How many groups of devices have requests of their own: the mesh's dp."""
+        return 1 if self.mesh is None else self.mesh.shape["dp"]
 
     def on_devices(self, arrays: Any) -> Any:
         """A pytree of arrays where the model runs: whole on every device of its mesh."""
@@ -216,7 +234,8 @@ class LanguageModel:
         behind a stop id, which is the last token of its request; a request whose cache is full is done as well. Ends
         early when all are done.
         """
-        return self._decode(self.leaves, cache, logits, done, sampling, stop_ids, steps=steps, drafts=drafts)
+        stops = jnp.broadcast_to(stop_ids, (len(done), len(stop_ids)))
+        return self._decode(self.leaves, cache, logits, done, sampling, stops, steps=steps, drafts=drafts)
 
     def model(self, leaves: list[Array] | None = None) -> nnx.Module:
         """The module with `leaves` as its parameters; None takes the model's own."""
@@ -230,7 +249,7 @@ class LanguageModel:
                 f"{len(prompts)} prompts and {len(images)} image lists for a cache of {cache.requests} requests: give one "
                 "of each per request."
             )
-        room, held = self.capacity(cache), np.asarray(cache.length)
+        room, held = self.capacity(cache), sharding.on_host(cache.length)
         for b, (prompt, spans) in enumerate(zip(prompts, images, strict=True)):
             self.check_vocabulary(prompt, f"Prompt {b}")
             if held[b] + len(prompt) > room:
@@ -301,6 +320,42 @@ class LanguageModel:
         return ImageRows(np.zeros((*shape, self.config.hidden_size), np.float32), np.zeros(shape, bool))
 
 
+def _burst_in_step(
+    model: nnx.Module,
+    numerics: Numerics,
+    cache: Cache,
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    sampling: Sampling,
+    stop_ids: Int32[Array, "B n"],
+    limit: Int32[Array, " B"],
+    steps: int,
+    drafts: int,
+) -> tuple[Cache, Float[Array, "B V"], Bool[Array, " B"], Int32[Array, "B N"]]:
+    """`decode_burst` of one group of requests among others (dp): ends when the requests of all groups are done.
+
+    Experts exchange rows with the other groups in every step, so that none may leave earlier. A step is a burst of one;
+    requests that are done take part without room for a token, and what they sample is left out.
+    """
+    width = 1 + drafts
+
+    def step(carry):
+        i, _, cache, logits, done, out = carry
+        cache, logits, ended, new = decode_burst(
+            model, numerics, cache, logits, jnp.zeros_like(done), sampling, stop_ids, jnp.where(done, 0, limit), 1, drafts
+        )
+        out = lax.dynamic_update_slice(out, jnp.where(done[:, None], -1, new), (0, i * width))
+        done = done | ended
+        return i + 1, is_any_left(done), cache, logits, done, out
+
+    def is_any_left(done):
+        return ranks.largest(jnp.any(~done).astype(jnp.int32), "requests") > 0
+
+    out = jnp.full((len(done), steps * width), -1, jnp.int32)
+    carry = (jnp.int32(0), is_any_left(done), cache, logits, done, out)
+    return lax.while_loop(lambda c: (c[0] < steps) & c[1], step, carry)[2:]
+
+
 def stream(
     lm: LanguageModel,
     prompts: Sequence[Tokens],
@@ -316,8 +371,8 @@ def stream(
 
     stop_ids: default the config's end-of-sequence id; a stop id is the last token of its request. Every request stops by
     itself. drafts: tokens proposed a step by the model's draft layers; the result is the same. An `Engine` does the work:
-    make one yourself to add and cancel requests as they come. ValueError for what it refuses, an empty prompt, or
-    max_new_tokens or every below 1.
+    make one yourself to add and cancel requests as they come. (On a mesh with dp it does not run; there dp has to divide the
+    prompts.) ValueError for what it refuses, an empty prompt, or max_new_tokens or every below 1.
     """
     if max_new_tokens < 1 or every < 1:
         raise ValueError(f"max_new_tokens={max_new_tokens} and every={every} must be at least 1.")
@@ -326,11 +381,16 @@ def stream(
         raise ValueError(f"Prompts {empty} are empty: give at least one token, such as the begin-of-sequence id.")
     batch, longest = len(prompts), max(len(p) for p in prompts)
     context = longest + max_new_tokens
-    rows = max(1, min(default_chunk(longest), chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES, batch) // batch))
+    at_once = max(1, batch // lm.groups)  # on a device
+    budget = chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES, at_once)
+    rows = max(1, min(default_chunk(longest), budget // at_once))
+    sampling = Sampling.of(batch) if sampling is None else sampling
+    if lm.groups > 1:
+        yield from _stream_in_groups(lm, prompts, max_new_tokens, rows, sampling, stop_ids, every, images, drafts)
+        return
     engine = Engine(
         lm, batch, context, prefill_shapes=((batch, rows),), decode_rows=(batch,), steps=every, drafts=drafts
     )
-    sampling = Sampling.of(batch) if sampling is None else sampling
     places = {}
     for b, prompt in enumerate(prompts):
         own = jax.tree.map(lambda x, b=b: x[b : b + 1], sampling)
@@ -341,6 +401,32 @@ def stream(
             new[places[event.id]].extend(event.tokens)
         if any(new):
             yield new
+
+
+def _stream_in_groups(
+    lm: LanguageModel,
+    prompts: Sequence[Tokens],
+    max_new_tokens: int,
+    rows: int,
+    sampling: Sampling,
+    stop_ids: Sequence[int] | None,
+    every: int,
+    images: Sequence[Sequence[ImageSpan]] | None,
+    drafts: int,
+) -> Iterator[list[list[int]]]:
+    """`stream` where groups of devices have requests of their own: all prompts in chunks of `rows` tokens, then bursts."""
+    drafted = drafted_tokens(lm) if drafts else 0
+    if not 0 <= drafts <= drafted:
+        raise ValueError(f"drafts={drafts}, but the model drafts {drafted} tokens at a time: give 0 to {drafted}.")
+    room = max(len(p) for p in prompts) + max_new_tokens + drafts
+    logits, cache = lm.prefill(lm.new_cache(len(prompts), room, CacheSizes(max_rollback=drafts)), prompts, images, rows)
+    stops = jnp.asarray((lm.config.eos_token_id,) if stop_ids is None else tuple(stop_ids), jnp.int32)
+    left = np.full(len(prompts), max_new_tokens)
+    while left.any():
+        cache, logits, done, tokens = lm.decode(cache, logits, jnp.asarray(left == 0), sampling, stops, every, drafts)
+        new = [row[row >= 0][:most].tolist() for row, most in zip(sharding.on_host(tokens), left, strict=True)]
+        left = np.where(sharding.on_host(done), 0, left - [len(row) for row in new])
+        yield new
 
 
 def default_chunk(longest: int) -> int:

@@ -1,7 +1,8 @@
 """What layers do across devices: sums, lookups and joins over the mesh axes that divide their weights.
 
 A model that runs on several devices runs inside `jax.shard_map`, so a layer sees its own device's part of every divided
-weight, and everything else whole. Outside of it every function here gives back what it was given: a layer is written once.
+weight, the requests of its own group of devices (dp), and everything else whole. Outside of it every function here gives
+back what it was given: a layer is written once.
 """
 
 import math
@@ -16,11 +17,12 @@ MESH_AXES = ("dp", "ep", "tp", "cp")
 """Names of a mesh's axes: requests, experts, heads, context."""
 
 DIVIDED_OVER = {
+    "requests": ("dp",),  # rows of a batch, with their pages of the caches
     "heads": ("tp",),  # attention heads, groups of the output projection, sinks
     "index_heads": ("tp",),
     "vocabulary": ("tp",),
-    "experts": ("ep", "tp", "cp"),  # all axes on which every device holds the same tokens
-    "table_rows": ("ep", "tp", "cp"),
+    "experts": ("dp", "ep", "tp", "cp"),  # those on which devices have other tokens first
+    "table_rows": ("ep", "tp", "cp"),  # the axes on which every device has the same tokens
     "context": ("cp",),  # compressed rows and index keys of the caches
 }
 """Logical axis of a weight or cache -> the mesh axes that divide it. What has no such axis is on every device."""
@@ -44,9 +46,21 @@ def place(logical: str) -> Int32[Array, ""]:
 
 
 def total(x: Array, logical: str) -> Array:
-    """The sum of every device's x."""
-    axes = axes_of(logical)
+    """The sum of the x of every device that has the same requests."""
+    axes = tuple(axis for axis in axes_of(logical) if axis not in DIVIDED_OVER["requests"])
     return lax.psum(x, axes) if axes else x
+
+
+def swapped(x: Array, logical: str) -> Array:
+    """x [parts, ..] with x[i] sent to the i-th of the devices along `logical`, and what that has for this one in its place."""
+    axes = axes_of(logical)
+    return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True) if axes else x
+
+
+def largest(x: Array, logical: str) -> Array:
+    """The largest of every device's x."""
+    axes = axes_of(logical)
+    return lax.pmax(x, axes) if axes else x
 
 
 def joined(x: Array, logical: str, axis: int) -> Array:

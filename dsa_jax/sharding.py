@@ -1,8 +1,8 @@
 """How the weights of a model lie on several devices: one table of rules, and what follows from it.
 
 A model runs on a mesh as one program (`jax.shard_map` under `jax.jit`): a device holds its part of every divided weight
-and all of every other one; `ranks` has what layers exchange. Pools of caches are divided over cp (`context`); the rest of
-a cache, hidden rows and logits are whole on every device.
+and all of every other one; `ranks` has what layers exchange. Requests are divided over dp, with everything that belongs to
+them; pools of caches also over cp (`context`). All else is whole on every device that has the same requests.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dsa_jax.ranks import DIVIDED_OVER, MESH_AXES
@@ -48,10 +49,11 @@ Read = Callable[[tuple[slice, ...], np.ndarray], None]
 
 
 def make_mesh(devices: Sequence[jax.Device] | None = None, **sizes: int) -> Mesh:
-    """A mesh of `devices` (default: all) with the axes ep, tp and cp of the given sizes, 1 where none is given.
+    """A mesh of `devices` (default: all) with the axes dp, ep, tp and cp of the given sizes, 1 where none is given.
 
-    tp divides heads and vocabulary; cp the caches by context; ep, and tp and cp with it, divides experts and Engram tables.
-    Neighbouring devices are of one cp group, and those groups of one tp group. ValueError for other axes and where the sizes do not multiply to the number of devices.
+    dp divides the requests of a batch; tp heads and vocabulary; cp the caches by context; ep, and tp and cp with it, divides
+    experts and Engram tables, and all four divide experts. Neighbouring devices are of one cp group, those groups of one tp
+    group, and so on to dp. ValueError for other axes and where the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     wrong = sorted(set(sizes) - set(MESH_AXES))
@@ -103,18 +105,13 @@ def check(config: Any, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str
 def problems_of(config: Any, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]) -> list[str]:
     """What a mesh of these axis sizes does not divide, in sentences."""
     problems = []
-    if sizes.get("dp", 1) > 1:
-        problems.append(
-            f"dp = {sizes['dp']}: requests are not divided. Use tp, ep and cp, and run one model for each group of devices "
-            "to serve more requests."
-        )
     for logical, names in UNITS.items():
         parts = ways(logical, sizes)
         for name in names:
             count = getattr(config, name, None) or parts
             if count % parts:
                 allowed = ", ".join(str(n) for n in range(1, min(count, 64) + 1) if count % n == 0)
-                axes = " x ".join(DIVIDED_OVER[logical])
+                axes = " x ".join(axis for axis in DIVIDED_OVER[logical] if sizes.get(axis, 1) > 1)
                 problems.append(f"{axes} = {parts} does not divide {name} = {count}: use {allowed}")
     return problems or _cut_tiles(config, shapes, sizes)
 
@@ -201,9 +198,23 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def on_host(x: jax.Array) -> np.ndarray:
+    """The value of an array, whole in every process that runs the program; all of them have to ask for it."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def request_spec(mesh: Mesh) -> PartitionSpec:
+    """The mesh axes of an array of one row a request."""
+    return PartitionSpec(DIVIDED_OVER["requests"]) if mesh.shape["dp"] > 1 else PartitionSpec()
+
+
 def pool_spec(mesh: Mesh) -> PartitionSpec:
-    """The mesh axes of a cache's pool [pages, rows of a page, ..]."""
-    return PartitionSpec(None, DIVIDED_OVER["context"]) if mesh.shape["cp"] > 1 else PartitionSpec()
+    """The mesh axes of a cache's pool [pages, rows of a page, ..]: pages are of the requests that may use them."""
+    if mesh.shape["cp"] == 1:
+        return request_spec(mesh)
+    return PartitionSpec(DIVIDED_OVER["requests"] if mesh.shape["dp"] > 1 else None, DIVIDED_OVER["context"])
 
 
 def spmd(function: Callable, mesh: Mesh, names: Sequence[str] | None = None) -> Callable:
@@ -211,13 +222,14 @@ def spmd(function: Callable, mesh: Mesh, names: Sequence[str] | None = None) -> 
     are called `names`, its parts of the pools of caches, and all of every other argument. Results are pools of caches,
     and what every device computes alike. Without `names` there are no leaves.
 
-    Keyword arguments are static: they are bound before tracing.
+    On a mesh with dp every array beside the leaves has one row a request, and each device has the rows of its requests;
+    block tables count the pages of those alone. Keyword arguments are static: they are bound before tracing.
     """
 
     def spec(node):
         if not _is_cache(node):
-            return PartitionSpec()
-        return node.map_arrays(lambda _: PartitionSpec(), lambda _: pool_spec(mesh))
+            return request_spec(mesh)
+        return node.map_arrays(lambda _: request_spec(mesh), lambda _: pool_spec(mesh))
 
     def specs(tree):
         return jax.tree.map(spec, tree, is_leaf=_is_cache)
@@ -234,7 +246,7 @@ def spmd(function: Callable, mesh: Mesh, names: Sequence[str] | None = None) -> 
 
         # Replication is by construction: what devices hold in parts never leaves a layer without a sum or a join.
         rest, pools = jax.shard_map(
-            body, mesh=mesh, in_specs=given, out_specs=(PartitionSpec(), pool_spec(mesh)), check_vma=False
+            body, mesh=mesh, in_specs=given, out_specs=(request_spec(mesh), pool_spec(mesh)), check_vma=False
         )(*arguments)
         return _with_pools(rest, pools)
 
@@ -246,11 +258,11 @@ def _is_cache(node: Any) -> bool:
 
 
 def _without_pools(tree: Any) -> tuple[Any, list[jax.Array]]:
-    """`tree` with a scalar in place of every pool of its caches, and the pools."""
+    """`tree` with a single element in place of every pool of its caches, and the pools."""
     pools = []
 
     def taken_out(node):
-        return node.map_arrays(lambda x: x, lambda x: pools.append(x) or jnp.zeros(()))
+        return node.map_arrays(lambda x: x, lambda x: pools.append(x) or jnp.zeros(1))
 
     rest = jax.tree.map(lambda node: taken_out(node) if _is_cache(node) else node, tree, is_leaf=_is_cache)
     return rest, pools

@@ -1,7 +1,8 @@
 """Runs in a process of its own, which simulates devices: one family on several meshes against one device.
 
 Arguments: the family, then meshes such as tp=2,ep=4. Prints a line for each; an assertion that fails ends the process.
-With --operations alone: what selects and attends over divided caches, against the same on one device.
+With --operations alone: what selects and attends over divided caches, and experts that exchange rows, against the same
+on one device.
 With --processes ADDRESS COUNT INDEX FOLDER before them it is one of several processes whose devices make the mesh
 together; they meet by files in the folder.
 """
@@ -20,11 +21,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from dsa_jax import context, ops, sharding
+from dsa_jax import context, ops, ranks, sharding
 from dsa_jax.cache.sizes import CacheSizes
-from dsa_jax.decode import LanguageModel
+from dsa_jax.decode import LanguageModel, generate
 from dsa_jax.demo import write_demo_checkpoint
 from dsa_jax.engine import Engine
+from dsa_jax.layers import moe
 from dsa_jax.loading import load_model
 from dsa_jax.numerics import numerics
 from dsa_jax.sampling import Sampling
@@ -76,13 +78,11 @@ def meet() -> None:
     meetings.append(meetings[-1])
 
 
-def whole(x: jax.Array) -> np.ndarray:
-    """The value of an array that every device holds alike, to the bit."""
-    first, *others = [np.asarray(shard.data) for shard in x.addressable_shards]
-    assert first.shape == x.shape
-    for other in others:
-        np.testing.assert_array_equal(first, other)
-    return first
+def whole(x: jax.Array, groups: int = 1) -> np.ndarray:
+    """The value of an array of which every device of a group holds the group's requests, alike to the bit."""
+    alike(x)
+    assert x.addressable_shards[0].data.shape == (x.shape[0] // groups, *x.shape[1:])
+    return sharding.on_host(x)
 
 
 def alike(x: jax.Array) -> None:
@@ -93,32 +93,48 @@ def alike(x: jax.Array) -> None:
         np.testing.assert_array_equal(first, np.asarray(shard.data))
 
 
-def outputs(lm: LanguageModel, *, decode: bool) -> dict[str, np.ndarray]:
-    """Logits and taps of a chunk of two requests; with `decode` also tokens: of a model that drafts those that
-    decoding adds, and a draft; of one that does not, what an engine generates."""
+LENGTHS = (40, 35, 3, 20)
+
+
+def outputs(lm: LanguageModel, requests: int, *, decode: bool) -> dict[str, np.ndarray]:
+    """Logits and taps of a chunk of some requests; with `decode` also tokens: of a model that drafts those that
+    decoding adds, and a draft; of one that does not, what an engine generates, or, for more than two requests, `generate`."""
     rng = np.random.default_rng(7)
-    tokens = rng.integers(0, 59, (2, 40)).astype(np.int32)
+    tokens = rng.integers(0, 59, (requests, 40)).astype(np.int32)
+    lengths = np.array(LENGTHS[:requests], np.int32)
     page = PAGE_TOKENS if lm.mesh is None else PAGE_TOKENS * lm.mesh.shape["cp"]
-    cache = lm.new_cache(2, 64, CacheSizes(page_tokens=page, max_rollback=1))
-    arguments = (lm.leaves, cache, tokens, np.array([40, 35], np.int32), None)
+    of_groups = functools.partial(whole, groups=lm.groups)
+    cache = lm.new_cache(requests, 64, CacheSizes(page_tokens=page, max_rollback=1))
+    arguments = (lm.leaves, cache, tokens, lengths, None)
     program = lm._forward.lower(*arguments).compile()
     meet()  # collectives wait half a minute for one another, and processes that share cores compile for longer
     logits, cache, taps = program(*arguments)
-    found = {name: whole(x) for name, x in taps.items()} | {"logits": whole(logits)}
+    found = {name: of_groups(x) for name, x in taps.items()} | {"logits": of_groups(logits)}
     for leaf in jax.tree.leaves(cache):
         alike(leaf)
-    if not decode or jax.process_count() > 1:
+    if not decode:
         return found
     if not hasattr(lm.family.model, "draft"):
+        if requests > 2:
+            return found | generated(lm, [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)])
         # The same bytes of each device hold as many pages, and in those of a divided cache more tokens.
         sized = Engine(lm, 2, 48, page_size=page, memory_bytes=4_250_000, prefill_shapes=((1, 8),))
         return found | {"generated": served(lm, page), "pages": np.array(sized.pages)}
-    last = jnp.stack([logits[0, 39], logits[1, 34]])
-    done, stop = jnp.zeros(2, bool), jnp.zeros(0, jnp.int32)
-    cache, after, _, new = lm.decode(cache, last, done, Sampling.of(2), stop, steps=4, drafts=1)
-    drafted = lm.draft(cache, np.array([3, 5], np.int32))
-    found |= {"after": whole(after), "generated": whole(new), "draft": whole(drafted.logits)}
+    last = jnp.asarray(found["logits"][np.arange(requests), lengths - 1])
+    done, stop = jnp.zeros(requests, bool), jnp.zeros(0, jnp.int32)
+    cache, after, _, new = lm.decode(cache, last, done, Sampling.of(requests), stop, steps=4, drafts=1)
+    drafted = lm.draft(cache, np.array([3, 5, 1, 0][:requests], np.int32))
+    found |= {"after": of_groups(after), "generated": of_groups(new), "draft": of_groups(drafted.logits)}
     return found
+
+
+def generated(lm: LanguageModel, prompts: list[list[int]]) -> dict[str, np.ndarray]:
+    """What four requests generate: sampled, and greedily up to stop ids that end the first two long before the others."""
+    drawn = generate(lm, prompts, 7, stop_ids=[], every=3, sampling=Sampling.of(4, temperature=[0.0, 0.0, 1.0, 1.0]))
+    stops = [drawn[0][1], drawn[1][0]]
+    greedy = generate(lm, prompts, 7, stop_ids=stops, every=3)
+    assert max(map(len, greedy[:2])) <= 2 and max(map(len, greedy[2:])) == 7
+    return {"drawn": np.array(drawn), "greedy": np.array([row + [-1] * (7 - len(row)) for row in greedy])}
 
 
 def served(lm: LanguageModel, page: int) -> np.ndarray:
@@ -163,16 +179,18 @@ def check_tables_on_host(one: LanguageModel, host: LanguageModel) -> None:
     found = []
     for lm in (one, host):
         logits, _, taps = lm.forward(lm.new_cache(2, 64), tokens, np.array([24, 11], np.int32))
-        ids = {name: whole(x) for name, x in taps.items() if name.endswith("engram_hash_ids")}
-        found.append(ids | {"logits": whole(logits)})
+        ids = {name: whole(x, lm.groups) for name, x in taps.items() if name.endswith("engram_hash_ids")}
+        found.append(ids | {"logits": whole(logits, lm.groups)})
     assert len(found[0]) == 1 + len(one.config.engram_layer_ids)
     print(f"tables on the host: logits agree to {compare(*found):.1e}", flush=True)
 
 
-def check_load(family: str) -> None:
-    """A checkpoint on four devices: every part has the file's bytes, and no process reads what its devices do not hold."""
+def check_load(family: str, *, groups: bool) -> None:
+    """A checkpoint on four devices, of which two have other requests with `groups`: every part has the file's bytes, and
+    no process reads what its devices do not hold."""
     devices = jax.devices()[::2] if jax.process_count() > 1 else jax.devices()[:4]
-    mesh = sharding.make_mesh(devices, **({"ep": 2, "tp": 2} if family == "v41" else {"ep": 4}))
+    sizes = {"dp": 2, "ep": 2} if groups else {"ep": 2, "tp": 2} if family == "v41" else {"ep": 4}
+    mesh = sharding.make_mesh(devices, **sizes)
     copied = []
     read = load._read
     load._read = lambda entry, index, out: copied.append(out.nbytes) or read(entry, index, out)
@@ -264,6 +282,63 @@ def check_divided_operations() -> None:
     print("operations agree", flush=True)
 
 
+def check_exchange() -> None:
+    """Experts of devices that have different tokens against one device with all: any routing, the worst among them, in
+    one round and in several."""
+    experts, k, tokens, width = 8, 3, 24, 64
+    module, mode = moe.Experts(experts, width, 32, 10.0), numerics("f32")
+    rng = np.random.default_rng(6)
+    graphdef, state = nnx.split(module)
+    leaves, structure = jax.tree.flatten(state)
+    leaves = [rng.integers(*((0, 256) if leaf.shape[-1] > 2 else (120, 128)), leaf.shape).astype(np.uint8) for leaf in leaves]
+    x = rng.standard_normal((tokens, width)).astype(np.float32)
+    weights = rng.random((tokens, k)).astype(np.float32)
+    valid = np.arange(tokens) % 5 != 1
+    any_three = np.stack([rng.permutation(experts)[:k] for _ in range(tokens)]).astype(np.int32)
+    routings = {"any": any_three, "all to the last": np.broadcast_to(np.array([7, 2, 6], np.int32), (tokens, k))}
+
+    def called(leaves, *arguments):
+        return nnx.merge(graphdef, jax.tree.unflatten(structure, leaves))(*arguments, mode)
+
+    one = {name: np.asarray(jax.jit(called)(leaves, x, chosen, weights, valid)) for name, chosen in routings.items()}
+    largest = moe.EXCHANGED_BYTES
+    for sizes in ({"dp": 4}, {"dp": 2, "ep": 2}):
+        mesh = sharding.make_mesh(jax.devices()[:4], **sizes)
+        ways, rows = sizes["dp"], PartitionSpec("dp")
+        pairs = tokens // ways * k
+        for bucket in (pairs, 5):  # 5 pairs fill the last round in part
+            moe.EXCHANGED_BYTES = ways * bucket * width * 4
+            mapped = jax.shard_map(
+                called, mesh=mesh, in_specs=(PartitionSpec(ranks.DIVIDED_OVER["experts"]), rows, rows, rows, rows),
+                out_specs=rows, check_vma=False,
+            )  # fmt: skip
+            program = jax.jit(mapped)
+            for name, chosen in routings.items():
+                found = program(leaves, x, chosen, weights, valid)
+                assert np.abs(one[name]).max() > 1 and not one[name][~valid].any()
+                tolerance = TOLERANCES["f32"].logits * np.abs(one[name]).max()
+                np.testing.assert_allclose(whole(found, ways), one[name], rtol=0, atol=tolerance, err_msg=f"{sizes} {name}")
+    moe.EXCHANGED_BYTES = largest
+    print("exchange agrees", flush=True)
+
+
+def check_refusals(lm: LanguageModel) -> None:
+    """What does not divide over dp is refused, and so is an engine."""
+    ways = lm.groups
+    for refused, sentence in (
+        (lambda: lm.new_cache(ways + 1, 64), f"A cache of {ways + 1} requests on a mesh of dp={ways}"),
+        (lambda: lm.new_cache(ways, 64, CacheSizes(ways + 1)), f"A cache of {ways + 1} pages on a mesh of dp={ways}"),
+        (lambda: generate(lm, [[3, 4]] * (ways + 1), 2), f"Give a multiple of {ways}, or a mesh without dp"),
+        (lambda: Engine(lm, ways, 48), "or a mesh without dp, which an Engine needs as well"),
+    ):
+        try:
+            refused()
+        except ValueError as reason:
+            assert sentence in str(reason), reason
+        else:
+            raise AssertionError(f"Not refused: {sentence}")
+
+
 def check_divided_records(mesh: jax.sharding.Mesh, table: np.ndarray, lengths: np.ndarray) -> None:
     """Rows of every format, written to a divided cache and to a whole one: the same scores, and the same attention."""
     ways, rows = mesh.shape["cp"], 4
@@ -304,25 +379,30 @@ def bits(x: jax.Array | np.ndarray) -> np.ndarray:
 
 
 def main(family: str, meshes: list[str]) -> None:
-    """Decodes on the last mesh alone, since a program takes long to compile."""
+    """Decodes on the last mesh alone, since a program takes long to compile. Groups of devices (dp) share four requests."""
     lm = one_device(family)
-    wanted = outputs(lm, decode=True)
+    requests = 4 if "dp=" in meshes[0] else 2
+    wanted = outputs(lm, requests, decode=True)
     for name in meshes:
         sizes = {axis: int(size) for axis, size in (part.split("=") for part in name.split(","))}
         mesh = sharding.make_mesh(jax.devices()[: math.prod(sizes.values())], **sizes)
-        found = outputs(on_mesh(lm, mesh), decode=name == meshes[-1])
+        placed = on_mesh(lm, mesh)
+        found = outputs(placed, requests, decode=name == meshes[-1])
         print(f"{family} {name}: {len(found)} arrays agree, logits to {compare(wanted, found):.1e}", flush=True)
+        if placed.groups > 1:
+            check_refusals(placed)
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments == ["--operations"]:
         check_divided_operations()
+        check_exchange()
         sys.exit()
     if arguments[0] == "--processes":
         address, count, index, folder = arguments[1:5]
         jax.distributed.initialize(address, int(count), int(index))
         meetings.append((Path(folder), int(index), int(count)))
         arguments = arguments[5:]
-    check_load(arguments[0])
+    check_load(arguments[0], groups="dp=" in arguments[1])
     main(arguments[0], arguments[1:])

@@ -132,13 +132,14 @@ def test_a_mesh_that_does_not_divide_the_model_is_refused(shapes):
     assert "tp = 4 does not divide o_groups = 2: use 1, 2" in message
     assert "tp = 4 does not divide index_n_heads = 2" in message
     assert "num_attention_heads" not in message
-    assert "ep x tp x cp = 3 does not divide n_routed_experts = 4: use 1, 2, 4" in refused(config, shapes["v41"], ep=3)
-    assert "dp = 2: requests are not divided. Use tp, ep and cp" in refused(config, shapes["v41"], dp=2)
+    assert "ep = 3 does not divide n_routed_experts = 4: use 1, 2, 4" in refused(config, shapes["v41"], ep=3)
+    assert "dp x ep = 8 does not divide n_routed_experts = 4" in refused(config, shapes["v41"], dp=4, ep=2)
     # Tiles of 128 rows and 64 values of a head: a scale would belong to two devices.
     message = refused(tiny_v32.tiny_config(), shapes["v32"], tp=2)
     assert "layers.0.attn.wo.weight" in message and "would cut its tiles of 128" in message
     assert message.count(".attn.wo.weight") == 1  # of three layers alike
     sharding.check(tiny.tiny_config(), shapes["v41"], {"tp": 2, "ep": 2})
+    sharding.check(tiny.tiny_config(), shapes["v41"], {"dp": 2, "ep": 2})
     sharding.check(tiny_v32.tiny_config(), shapes["v32"], {"cp": 4})
 
 
@@ -300,7 +301,7 @@ def test_the_plan_says_what_is_too_large(tmp_path, capsys):
     config = load_config(tmp_path)
     inventory = inventory_of(config)
     plan = plan_devices(config, inventory.tensors(config), inventory.caches(config, 4096, 4), 3, GIB)
-    assert not plan.fits and plan.verdict().startswith("No mesh of 3 devices carries this model:\n  - ep x tp x cp = 3 ")
+    assert not plan.fits and plan.verdict().startswith("No mesh of 3 devices carries this model:\n  - cp = 3 ")
 
 
 # ---------------------------------------------------------------- simulated devices
@@ -330,6 +331,11 @@ def finished(*processes):
     return printed
 
 
+DP_MESHES = {
+    "v41": ("dp=2,tp=2,cp=2",),
+    "v4": ("dp=4,tp=2", "dp=2,ep=2"),
+    "v32": ("dp=2", "dp=4", "dp=2,tp=2", "dp=2,ep=2"),
+}
 MESHES = {
     "v41": ("ep=2", "tp=8", "cp=2", "tp=2,ep=4", "tp=2,cp=4"),
     "v4": ("ep=4", "tp=8", "cp=2", "ep=2,cp=4", "tp=2,ep=2"),
@@ -339,7 +345,7 @@ MESHES = {
 
 def test_divided_caches_select_and_attend_as_whole_ones():
     (out,) = finished(started(4, "--operations"))
-    assert "operations agree" in out
+    assert "operations agree" in out and "exchange agrees" in out
 
 
 @pytest.mark.slow
@@ -351,10 +357,23 @@ def test_ac_51_52_meshes_give_the_result_of_one_device(family):
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_result_of_one(tmp_path):
+@pytest.mark.parametrize("family", DP_MESHES)
+def test_groups_of_devices_with_requests_of_their_own_give_the_result_of_one_device(family):
+    (out,) = finished(started(8, family, *DP_MESHES[family]))
+    assert out.count("arrays agree") == len(DP_MESHES[family]), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("meshes", [("tp=2,ep=4", "cp=8"), ("dp=2,tp=2,ep=2",)])
+def test_two_processes_give_the_result_of_one(tmp_path, meshes):
+    """A step on every mesh; on the last also what an engine serves, or, where each process has requests of its own,
+    `generate`."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    both = [started(4, "--processes", address, "2", str(index), str(tmp_path), "v32", "tp=2,ep=4", "cp=8") for index in range(2)]
+    both = [started(4, "--processes", address, "2", str(index), str(tmp_path), "v32", *meshes) for index in range(2)]
     for out in finished(*both):
-        assert out.count("27 arrays agree") == 2 and re.search(r"v32: (\d+) of (?!\1)\d+ bytes read", out), out
+        assert re.findall(r"(\S+): (\d+) arrays agree", out) == [
+            (name, "29" if name == meshes[-1] else "27") for name in meshes
+        ], out
+        assert re.search(r"v32: (\d+) of (?!\1)\d+ bytes read", out), out

@@ -22,6 +22,9 @@ DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
 little beside the caches of a device that holds such a model."""
 
+EXCHANGED_BYTES = 256 << 20
+"""Most bytes of rows that a device sends at one time to the devices of other requests. A decode step sends far fewer."""
+
 
 class Gate(nnx.Module):
     """Router weights: weight bf16 [E, D]; bias and bias_vl (for image positions) float32 [E]."""
@@ -120,20 +123,40 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T d"]:
         """Σ over the chosen experts of expert(x)·weight: float32 sum in ascending expert id, not rounded.
 
-        (Token, expert) pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are
-        computed at once as DEQUANTIZED_BYTES allows, and always as many as the worst routing needs: a trip count that
-        depends on the routing would be read back to the host before every iteration. Rows that are not valid are left
-        out and give 0. On several devices each computes the experts that it holds, and the sums are added.
+        Rows that are not valid are left out and give 0. On several devices each computes the experts that it holds: rows
+        of other requests (dp) come to it and go back, and the sums of devices with the same requests are added.
         """
-        (T, d), k, E = x.shape, chosen.shape[1], len(self.w1.weight[...])
+        (T, d), k = x.shape, chosen.shape[1]
+        expert = jnp.where(valid[:, None], chosen, -1)
+        if ranks.parts("requests") > 1:
+            out = self.of_pairs_elsewhere(x, expert, weights, numerics)
+        else:
+            own = ranks.own(chosen, "experts", len(self.w1.weight[...]))
+            out = self.of_pairs(x, jnp.where(expert < 0, -1, own), weights, numerics)
+        out = jnp.take_along_axis(out.reshape(T, k, d), jnp.argsort(chosen, axis=-1)[..., None], axis=1)
+        y = jnp.zeros((T, d), jnp.float32)
+        for i in range(k):
+            y = y + f32(out[:, i])
+        return ranks.total(y, "experts")
+
+    def of_pairs(
+        self, x: Float[Array, "T d"], expert: Int32[Array, "T k"], weights: Float[Array, "T k"], numerics: Numerics
+    ) -> Float[Array, "Tk d"]:
+        """expert(x)·weight of every pair of a token and an expert, counted from the first that this device holds; 0 for
+        others.
+
+        Pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are computed at once
+        as DEQUANTIZED_BYTES allows, and always as many as the worst routing needs: a trip count that depends on the
+        routing would be read back to the host before every iteration.
+        """
+        (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
         tile = tile_rows(T, pairs, E)
         tiles = min(pairs, E + pairs // tile)  # no routing needs more
         iterations = -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
         at_once = -(-tiles // iterations)
 
-        own = ranks.own(chosen, "experts", E)
-        expert_of = jnp.where(valid[:, None] & (own >= 0) & (own < E), own, E).reshape(-1)
+        expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
         order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
         sizes = jnp.bincount(expert_of, length=E).astype(jnp.int32)
         ends = jnp.cumsum(sizes)
@@ -156,13 +179,47 @@ class Experts(nnx.Module):
             return ops.scatter_rows(pairs_out, pair.reshape(-1), out.reshape(-1, d)), None
 
         batches = expert.reshape(iterations, at_once), pair.reshape(iterations, at_once, tile)
-        pairs_out = jnp.zeros((pairs, d), self.weighted_dtype(numerics))
-        out = lax.scan(one_batch, pairs_out, batches)[0].reshape(T, k, d)
-        out = jnp.take_along_axis(out, jnp.argsort(chosen, axis=-1)[..., None], axis=1)
-        y = jnp.zeros((T, d), jnp.float32)
-        for i in range(k):
-            y = y + f32(out[:, i])
-        return ranks.total(y, "experts")
+        return lax.scan(one_batch, jnp.zeros((pairs, d), self.weighted_dtype(numerics)), batches)[0]
+
+    def of_pairs_elsewhere(
+        self, x: Float[Array, "T d"], expert: Int32[Array, "T k"], weights: Float[Array, "T k"], numerics: Numerics
+    ) -> Float[Array, "Tk d"]:
+        """`of_pairs` for experts of all devices, -1 for none, where devices that have other requests hold some: pairs go
+        to the device that holds their expert, and what it makes of them comes back. 0 for pairs that one of the devices
+        with the same requests sends.
+
+        Every device sends equally large buckets, one to each. Where one holds all pairs of the device no routing needs a
+        second; else there are as many rounds as the fullest bucket of any device needs.
+        """
+        (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
+        ways = ranks.parts("requests")
+        alike = ranks.parts("experts") // ways  # devices that have these requests, and of which one sends a pair
+        part = expert // E
+        sent = (expert >= 0) & (part % alike == ranks.place("experts") % alike)
+        holder = jnp.where(sent, part // alike, ways).reshape(-1)
+        order = jnp.argsort(holder, stable=True).astype(jnp.int32)
+        sizes = jnp.bincount(holder, length=ways).astype(jnp.int32)
+        first = jnp.cumsum(sizes) - sizes
+        bucket = min(T * k, max(1, EXCHANGED_BYTES // (ways * d * x.dtype.itemsize)))
+
+        def one_round(i, out):
+            place = i * bucket + jnp.arange(bucket, dtype=jnp.int32)
+            pair = jnp.where(place < sizes[:, None], ops.gather_rows(order, first[:, None] + place), -1)
+            rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
+            weight = ops.gather_rows(weights.reshape(-1), pair)
+            own = jnp.where(pair < 0, -1, ops.gather_rows(expert.reshape(-1), pair) % E)
+            rows, own, weight = (
+                ranks.swapped(each, "requests").reshape(ways * bucket, -1) for each in (rows, own, weight)
+            )
+            made = self.of_pairs(rows, own, weight, numerics).reshape(ways, bucket, d)
+            back = ranks.swapped(made, "requests").reshape(-1, d)
+            return ops.scatter_rows(out, pair.reshape(-1), back)
+
+        out = jnp.zeros((T * k, d), self.weighted_dtype(numerics))
+        if bucket == T * k:
+            return one_round(0, out)
+        rounds = ranks.largest(jnp.max(-(-sizes // bucket)), "experts")
+        return lax.fori_loop(0, rounds, one_round, out)
 
     def dequantized_bytes(self, numerics: Numerics) -> int:
         """Bytes of one expert's dequantised weights."""
