@@ -5,11 +5,11 @@ those, and hands a block on with its scales brought to the form that the others 
 at a time (four to 256 where there are few heads, whose sums are small), with the tokens as rows of the products: scores
 are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are V^T p^T, [512 / warpgroups values, heads] for
 each warpgroup's share of the values and all blocks. The left operands, K and V^T, are made in registers from the stored
-bytes (see `operands`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The bytes of
-the next operand are loaded before this one is converted, and the ways of reading a block part in front of its products,
-not between them: two warps a scheduler hide little, and a branch ends what the assembler may move. Where a row of the
-schedule has one part, it is finished here; the others leave normalised parts in float32 and their log-sum-exps, which a
-second kernel combines.
+bytes (see `operands`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The
+bytes of the next operand are loaded before this one is converted, and the ways of reading a block part in front of its
+products, not between them: two warps a scheduler hide little, and a branch ends what the assembler may move. Where a
+row of the schedule has one part, it is finished here; the others leave normalised parts in float32 and their log-sum-
+exps, which a second kernel combines.
 """
 
 import dataclasses
