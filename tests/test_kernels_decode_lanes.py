@@ -103,7 +103,8 @@ def test_ac_69_stored_bytes_become_operands(name):
         width = values.shape[1]
         for chunk in range(width // 64):
             found = keys(memory, chunk, reading)
-            np.testing.assert_array_equal(found, np.asarray(operands.key_order(values[:, 64 * chunk : 64 * chunk + 64])))
+            expected = operands.key_order(values[:, 64 * chunk : 64 * chunk + 64])
+            np.testing.assert_array_equal(found, np.asarray(expected))
         for part, half in np.ndindex(4, 2):
             at = emulator.value(part)
             words = operands.load_values(*memory[:2], at, half, reading, may_be_tail=part == 3)
