@@ -241,10 +241,10 @@ def assembly(text, constraints, operands, result=None):
         return Value(np.maximum(*(x.data.view(np.uint16) for x in operands)).view(np.uint32), "i32")
     if text.startswith("ex2"):
         return Value(np.exp2(operands[0].data), "f32")
-    if "elect.sync" in text:
+    if "cp.async.bulk" in text:
         _bulk(text, operands)
         return None
-    if "expect_tx" in text or text.startswith("prefetch"):
+    if "expect_tx" in text:
         return None
     operands = operands if result is None else [None, *operands]  # as the text counts them
     if found := re.search(r"setp\.(lt|eq|ne)\.[us]32 p, \$(\d), (\d+);", text):
@@ -291,17 +291,12 @@ def assembly(text, constraints, operands, result=None):
 
 
 def _bulk(text, operands):
-    """A piece of memory copied to shared memory, or to L2, for each warp whose address is not 0."""
-    size = int(re.search(r"\[s\], (\d+)", text)[1])
-    low, high = (word.data.astype(np.int64) for word in operands[-2:])
-    for warp in range(4):
-        lane = 32 * warp
-        source = low[lane] | high[lane] << 32
-        if source:
-            for at in range(0, size, 16):
-                found = read(np.array([source + at]), 16)
-                if "prefetch" not in text:
-                    write(operands[0].data[lane : lane + 1].astype(np.int64) + at, found)
+    """Pieces of memory copied to shared memory, of each lane for which the last operand is not 0."""
+    size = int(re.search(r"\[\$1\], (\d+)", text)[1])
+    to, source, there = (operands[i].data.astype(np.int64) for i in (0, 1, 3))
+    for lane in np.flatnonzero(there):
+        for at in range(0, size, 16):
+            write(to[lane : lane + 1] + at, read(source[lane : lane + 1] + at, 16))
 
 
 def _store_matrices(to, words):

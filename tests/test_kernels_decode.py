@@ -108,8 +108,7 @@ def test_what_the_kernel_does_not_carry():
         (lambda: run(cache=PagedRows.zeros(Plain(512, jnp.float32), 2, 64)), "kernels read V32"),
         (lambda: run(out_dtype=jnp.float16), "bfloat16 or float32"),
         (lambda: sm90.TuningConfig(math=240, gather=40), "have 504 registers"),
-        (lambda: sm90.TuningConfig(warpgroups=4), "have 480 registers"),
-        (lambda: sm90.TuningConfig(warpgroups=3), "two or four warpgroups"),
+        (lambda: sm90.TuningConfig(stages=1), "two blocks are attended to at once"),
     ]
     for call, sentence in cases:
         with pytest.raises((NotImplementedError, ValueError), match=sentence):
@@ -117,23 +116,20 @@ def test_what_the_kernel_does_not_carry():
 
 
 @pytest.mark.parametrize(
-    "heads, format, groups, warpgroups",
+    "heads, format, groups",
     [
-        (8, V32(), 1, 4),
-        (16, Model1(), 1, 4),
-        (24, V32(), 1, 2),
-        (72, V32(), 3, 2),
-        (128, V32(), 2, 2),
-        (8, Plain(512, BF16), 1, 2),  # four blocks of these rows do not fit
-        (64, Plain(576, BF16), 2, 2),  # nor two with the queries of 64 heads
-        (40, Plain(576, BF16), 1, 2),
+        (8, V32(), 1),
+        (24, V32(), 1),
+        (72, V32(), 3),
+        (128, V32(), 2),
+        (64, Plain(576, BF16), 2),  # two blocks of these rows do not fit with the queries of 64 heads
+        (40, Plain(576, BF16), 1),
     ],
 )
-def test_heads_are_divided_so_that_rows_fit(heads, format, groups, warpgroups):
+def test_heads_are_divided_so_that_rows_fit(heads, format, groups):
     layouts = (rows.staged(format),)
-    found, config = sm90.arrangement(heads, format.width, layouts)
-    assert (found, config.warpgroups) == (groups, warpgroups)
-    assert sm90.stages_of(heads // groups, format.width, layouts, config) >= warpgroups
+    assert sm90.arrangement(heads, format.width, layouts) == groups
+    assert sm90.stages_of(heads // groups, format.width, layouts) >= sm90.WARPGROUPS
 
 
 def test_ac_76_a_kernel_is_held_back_until_it_has_run():
@@ -151,6 +147,6 @@ def test_compiles_for_a_chip(chip, products):
     assert report.kernels and not report.unsupported, report.text()
     for kernel in report.kernels:
         if kernel.smem:  # the other kernel combines parts
-            assert kernel.instructions[products] >= 40 and kernel.instructions["UBLKCP"] >= 16, report.text()
+            assert kernel.instructions[products] >= 40 and kernel.instructions["UBLKCP"] >= 1, report.text()
         # At 64 heads the sums take 128 registers of 232; a few addresses are kept in local memory, outside of products.
         assert kernel.spill_stores <= 100 and kernel.spill_loads <= 128, report.text()

@@ -70,7 +70,6 @@ def staged_block(name, rng):
     bias = Memory(np.full(64, np.nan, np.float32))
     with np.errstate(over="ignore"):
         barriers = types.SimpleNamespace(ref=Memory(np.zeros(4, np.int32)))
-        rows.fetch_ahead(Memory(pages), places, layout, PAGE_SIZE)
         rows.copy(raw, bias, Memory(pages), places, barriers, emulator.value(1), layout, PAGE_SIZE)
     none = slots < 0
     np.testing.assert_array_equal(bias.array, np.where(none, -np.inf, 0))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.records import V32, Model1, Plain, RecordFormat, V41MXFP8, V41NVFP4
@@ -26,6 +26,7 @@ from pallas_kernels.sparse_decode.lane_ops import SCALAR, asm, either, i32, i32_
 BLOCK = 64  # rows that are staged together
 DOWN = 48  # quantised rows are read 2^-48 times their value
 VALUES = 512
+_BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,8 @@ def copy(raw_ref, bias_ref, pages_ref, places, barriers, slot, layout: Staged, p
     device memory. bias_ref: float32 [64], gets 0 where there is a row, and -inf where there is none; such a row is
     filled with zeros. decoded_ref: bf16 [64, width], which stands for raw_ref where the kernel is interpreted.
     """
-    format, page_bytes = layout.format, _page_bytes(pages_ref)
+    format = layout.format
+    page_bytes = int(np.prod(pages_ref.shape[1:])) * jnp.dtype(pages_ref.dtype).itemsize
 
     def twin(_, bias_ref, pages_ref, places, *__):
         places = places.reshape(4, 32)[:, : BLOCK // 4].reshape(BLOCK)
@@ -139,35 +141,13 @@ def copy(raw_ref, bias_ref, pages_ref, places, barriers, slot, layout: Staged, p
             source = _field(page, within, field)
             if size % 16 == 0:
                 _expect(there, barrier, size)
-                _copy_rows(arith.addi(to, i32(staged_at)), source, there, barrier, size, layout.stride)
+                _copy_rows(arith.addi(to, i32(staged_at)), source, there, barrier, size)
             else:
                 _copy_eight(to, source, there, staged_at)
             staged_at += size
         _fill_with_zeros(to, missing, layout.stride)
 
     start(raw_ref, bias_ref, pages_ref, places, barriers.ref, slot)
-
-
-def fetch_ahead(pages_ref, places, layout: Staged, page_size: int):
-    """Starts bringing the rows at `places`, which are to be copied next, to L2; by a warpgroup."""
-    page_bytes = _page_bytes(pages_ref)
-
-    @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.Layout.WG_STRIDED((128,), vec_size=1)), twin=lambda *_: None)
-    def start(_, pages_ref, places):
-        _, place, page, within = _own_row(places, pages_ref, page_size, page_bytes)
-        there = arith.extui(i32_type(), arith.cmpi(arith.CmpIPredicate.sge, place, i32(0)))
-        for field, size in zip(layout.format.fields(page_size), layout.fields):
-            source = _field(page, within, field)
-            if size % 16 == 0:
-                _fetch_rows(source, there, size)
-            else:
-                asm("prefetch.global.L2 [$0];", "l", [source])
-
-    start(pages_ref, places)
-
-
-def _page_bytes(pages_ref):
-    return int(np.prod(pages_ref.shape[1:])) * jnp.dtype(pages_ref.dtype).itemsize
 
 
 def _own_row(places, pages_ref, page_size, page_bytes):
@@ -193,44 +173,13 @@ def _expect(there, barrier, size):
     asm(text, "r,r,~{memory}", [there, barrier])
 
 
-def _copy_rows(to, source, there, barrier, size, stride):
-    """Starts copying `size` bytes from `source` to `to` of each of the lower 16 lanes, unless `there` is 0."""
-    first = _from_lane(to, 0)
-    copy = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [s], {size}, [$1];"
-    for number, words in enumerate(_sources(source, there)):
-        _by_one_lane(copy, [arith.addi(first, i32(number * stride)), barrier], words)
+def _copy_rows(to, source, there, barrier, size):
+    """Starts copying `size` bytes from `source` to `to` for each lane, unless `there` is 0.
 
-
-def _fetch_rows(source, there, size):
-    """Starts bringing `size` bytes from `source` of each of the lower 16 lanes to L2, unless `there` is 0."""
-    for words in _sources(source, there):
-        _by_one_lane(f"cp.async.bulk.prefetch.L2.global [s], {size};", [], words)
-
-
-def _sources(source, there):
-    """The two words of the address in each of the lower 16 lanes, in all lanes; of 0 where `there` is 0."""
-    i64 = ir.IntegerType.get_signless(64)
-    source = arith.select(arith.cmpi(arith.CmpIPredicate.ne, there, i32(0)), source, utils.c(0, i64))
-    words = arith.trunci(i32_type(), source), arith.trunci(i32_type(), arith.shrui(source, utils.c(32, i64)))
-    for lane in range(BLOCK // 4):
-        yield [_from_lane(word, lane) for word in words]
-
-
-def _by_one_lane(instruction, operands, words):
-    """An instruction that is given address `s`, made of two words, once for the warp unless that is 0.
-
-    By one lane that is elected, as what the lanes say is the same: left to every lane, it becomes a slow loop.
+    The assembler makes a loop over lanes of it: such a copy takes its addresses from registers of the whole warp.
     """
-    low, high = len(operands), len(operands) + 1
-    text = (
-        f"{{ .reg .pred p, q; .reg .b64 s; mov.b64 s, {{${low}, ${high}}}; setp.ne.s64 q, s, 0;\n"
-        f"elect.sync _|p, 0xffffffff; and.pred p, p, q;\n@p {instruction} }}"
-    )
-    asm(text, ",".join("r" * (len(operands) + 2)) + ",~{memory}", [*operands, *words])
-
-
-def _from_lane(x, lane):
-    return nvvm.shfl_sync(i32(-1), x, i32(lane), i32(31), nvvm.ShflKind.idx)
+    text = f"{{ .reg .pred p; setp.ne.s32 p, $3, 0;\n@p {_BULK} [$0], [$1], {size}, [$2]; }}"
+    asm(text, "r,l,r,r,~{memory}", [to, source, barrier, there])
 
 
 def _and_not(a, b):

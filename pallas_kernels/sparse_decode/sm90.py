@@ -1,15 +1,14 @@
 """Sparse decode on Hopper: parts of the lists on persistent thread blocks, and their combination.
 
-A warpgroup gathers the stored rows of a part, 64 at a time, each row copied in one piece, asks L2 for the rows after
-those, and hands a block on with its scales brought to the form that the others read. Two warpgroups attend to 128 rows
-at a time (four to 256 where there are few heads, whose sums are small), with the tokens as rows of the products: scores
-are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are V^T p^T, [512 / warpgroups values, heads] for
-each warpgroup's share of the values and all blocks. The left operands, K and V^T, are made in registers from the stored
-bytes (see `operands`), so that nothing converted goes through shared memory, and a call of 8 heads pays for 8. The
-bytes of the next operand are loaded before this one is converted, and the ways of reading a block part in front of its
-products, not between them: two warps a scheduler hide little, and a branch ends what the assembler may move. Where a
-row of the schedule has one part, it is finished here; the others leave normalised parts in float32 and their log-sum-
-exps, which a second kernel combines.
+A warpgroup gathers the stored rows of a part, 64 at a time, each row copied in one piece, and hands a block on with its
+scales brought to the form that the others read. Two warpgroups attend to 128 rows at a time, with the tokens as rows of
+the products: scores are K q^T, [64 tokens, heads] for each warpgroup's own block, and sums are V^T p^T, [256 values,
+heads] for each warpgroup's half of the values and both blocks. The left operands, K and V^T, are made in registers from
+the stored bytes (see `operands`), so that nothing converted goes through shared memory, and a call of 8 heads pays for
+8. The bytes of the next operand are loaded before this one is converted, and the ways of reading a block part in front
+of its products, not between them: two warps a scheduler hide little, and a branch ends what the assembler may move.
+Where a row of the schedule has one part, it is finished here; the others leave normalised parts in float32 and their
+log-sum-exps, which a second kernel combines.
 """
 
 import dataclasses
@@ -30,54 +29,44 @@ from pallas_kernels.sparse_decode.lane_ops import fresh_zero
 from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
 
 BLOCK = planning.BLOCK
+WARPGROUPS = 2  # of arithmetic
 _LOG2E = math.log2(math.e)
 _SHARED = 221 * 1024  # bytes of shared memory of a thread block, less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)
 class TuningConfig:
-    """Warpgroups of arithmetic, registers of their threads and of those that gather, the most blocks in the ring."""
+    """Registers of the threads of arithmetic and of those that gather, and the most blocks in the ring."""
 
-    warpgroups: int = 2
     math: int = 232
     gather: int = 40
     stages: int = 8
 
     def __post_init__(self):
-        if self.warpgroups not in (2, 4):
-            raise ValueError(f"{self}: two or four warpgroups share the 512 values.")
         if any(n % 8 or not 24 <= n <= 240 for n in (self.math, self.gather)):
             raise ValueError(f"{self}: registers come in multiples of 8, from 24 to 240.")
         # What a thread block starts with, 64k registers dealt out in eights: more would be waited for, for ever.
-        there = (self.warpgroups + 1) * (512 // (self.warpgroups + 1) // 8 * 8)
-        if self.warpgroups * self.math + self.gather > there:
-            raise ValueError(
-                f"{self}: a thread of each of {self.warpgroups} warpgroups and one that gathers have {there} registers."
-            )
-        if self.stages < self.warpgroups:
-            raise ValueError(f"{self}: {self.warpgroups} blocks are attended to at once; stages must be at least that.")
+        if 2 * self.math + self.gather > 504:
+            raise ValueError(f"{self}: a thread of each of two warpgroups and one that gathers have 504 registers.")
+        if self.stages < WARPGROUPS:
+            raise ValueError(f"{self}: two blocks are attended to at once; stages must be at least that.")
 
 
 CONFIG = TuningConfig()
-FEW = TuningConfig(warpgroups=4, math=112, gather=32)  # up to 16 heads, whose sums are small
-_FEW_HEADS = 16
 
 
-def arrangement(heads: int, width: int, layouts) -> tuple[int, TuningConfig]:
-    """Thread blocks among which the heads of a row are divided, and their configuration.
+def arrangement(heads: int, width: int, layouts) -> int:
+    """Thread blocks among which the heads of a row are divided.
 
     As few as `planning.head_groups`, unless rows are so long (bf16 of 576) that 64 heads' queries leave no room for two
     blocks of them.
     """
     groups = planning.head_groups(heads)
-    while True:
-        used = heads // groups
-        for config in (FEW, CONFIG) if used <= _FEW_HEADS else (CONFIG,):
-            if stages_of(used, width, layouts, config) >= config.warpgroups:
-                return groups, config
+    while stages_of(heads // groups, width, layouts) < WARPGROUPS:
         groups += 1
         while heads // 8 % groups:
             groups += 1
+    return groups
 
 
 def sparse_decode(
@@ -145,12 +134,12 @@ def require(q, caches, lists, scale, v_width, p_dtype, out_dtype, family="sm90")
             raise NotImplementedError(f"the {family} kernel counts slots and list entries in 31 bits.")
 
 
-def stages_of(heads, width, layouts, config):
+def stages_of(heads, width, layouts):
     row_bytes = max(layout.stride for layout in layouts)
     groups = max(layout.groups for layout in layouts)
     each = BLOCK * (row_bytes + 2 * groups + 4) + 16
-    fixed = heads * (2 * width + config.warpgroups * (2 * BLOCK + 16) + 24)
-    return min(config.stages, (_SHARED - fixed) // each)
+    fixed = heads * (2 * width + WARPGROUPS * (2 * BLOCK + 16) + 24)
+    return min(CONFIG.stages, (_SHARED - fixed) // each)
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype"))
@@ -160,11 +149,11 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
     threads = schedule.first.shape[0] - 1
     many = len(caches)
     layouts = tuple(rows.staged(cache.format) for cache in caches)
-    groups, config = arrangement(heads, width, layouts)
+    groups = arrangement(heads, width, layouts)
     used = heads // groups
     widths, limits = [each.shape[1] for each in lists], [cache.num_slots for cache in caches]
-    stages, math = stages_of(used, width, layouts, config), config.warpgroups
-    parts_of_values = VALUES // 128 // math
+    stages = stages_of(used, width, layouts)
+    parts_of_values = VALUES // 128 // WARPGROUPS
     chunks = width // 64
     interpreted = mosaic.is_interpreted()
     parts = max(schedule.parts, 1)
@@ -174,22 +163,22 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         "scale": plgpu.SMEM((stages, BLOCK * max(1, *[layout.groups for layout in layouts])), jnp.bfloat16),
         "odd": plgpu.SMEM((stages, 4), jnp.int32),
         "bias": plgpu.SMEM((stages, BLOCK), jnp.float32),
-        "p": plgpu.SMEM((math, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
-        "high": lanes.Maxima.scratch(used, math),
-        "sums": plgpu.SMEM((4 * math, used), jnp.float32),
+        "p": plgpu.SMEM((WARPGROUPS, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
+        "high": lanes.Maxima.scratch(used, WARPGROUPS),
+        "sums": plgpu.SMEM((4 * WARPGROUPS, used), jnp.float32),
         "full": copy_barriers(stages),
         "prepared": plgpu.Barrier(num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=math, num_barriers=stages),
-        "scored": plgpu.Barrier(num_arrivals=math),
-        "weighed": plgpu.Barrier(num_arrivals=math),
-        "ready": plgpu.Barrier(num_arrivals=math),
-        "started": plgpu.Barrier(num_arrivals=math + 1),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+        "scored": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "weighed": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "ready": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "started": plgpu.Barrier(num_arrivals=WARPGROUPS + 1),
     }
     if interpreted:  # whose wgmma takes no operand in registers
         scratch["raw"] = plgpu.SMEM((stages, 16), jnp.uint8)
         scratch["decoded"] = plgpu.SMEM((stages, BLOCK, width), jnp.bfloat16)
-        scratch["k"] = plgpu.SMEM((math, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
-        scratch["v"] = plgpu.SMEM((math, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
+        scratch["k"] = plgpu.SMEM((WARPGROUPS, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
+        scratch["v"] = plgpu.SMEM((WARPGROUPS, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
 
     def body(q_ref, *refs):
         page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
@@ -226,7 +215,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                     pl.when(which == number)(functools.partial(function, number))
 
         def produce():
-            plgpu.set_max_registers(config.gather, action="decrease")
+            plgpu.set_max_registers(CONFIG.gather, action="decrease")
 
             def prepare(position, which):
                 """Of a block that was begun: waits until it is there, and hands it on."""
@@ -267,12 +256,8 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                             layouts[number], caches[number].page_size, decoded,
                         )  # fmt: skip
 
-                    def fetch_ahead(number):
-                        rows.fetch_ahead(page_refs[number], following[0], layouts[number], caches[number].page_size)
-
                     by_list(which, copy)
                     full.arrive(slot)
-                    by_list(following[1], fetch_ahead)
                     pl.when((position > 0) & ~again)(lambda: prepare(position - 1, last))
                     return *following, position + 1, which
 
@@ -295,7 +280,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
             plgpu.wgmma_wait(0 if interpreted else 1)  # the operand before this one may be overwritten
 
         def attend_to():
-            plgpu.set_max_registers(config.math, action="increase")
+            plgpu.set_max_registers(CONFIG.math, action="increase")
             maxima = lanes.Maxima(at["high"])
 
             def both(barrier):
@@ -371,14 +356,14 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
             def segment(i, state):
                 position, turn = state
                 row, part, _, tiles, begin, _, end = place(i)
-                lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg, math)
+                lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg, WARPGROUPS)
                 pl.when(wg == 0)(functools.partial(maxima.reset, turn))
                 mosaic.fence_proxies()
                 both("ready")
 
                 def take_turn(j, state):
                     accs, sums, turn = state
-                    own = math * j + wg
+                    own = WARPGROUPS * j + wg
                     which = list_of(begin + own, tiles)
                     nothing = plgpu.layout_cast(jnp.full((BLOCK, used), -jnp.inf, jnp.float32), lanes.WGMMA)
                     there = (begin + own < end).astype(jnp.int32)
@@ -400,16 +385,16 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                     both("weighed")
 
                     def values(number, accs):
-                        block = math * j + number
+                        block = WARPGROUPS * j + number
                         return add_values(position + block, list_of(begin + block, tiles), number, accs)
 
-                    accs = lax.fori_loop(0, jnp.minimum(math, end - begin - math * j), values, accs)
+                    accs = lax.fori_loop(0, jnp.minimum(WARPGROUPS, end - begin - WARPGROUPS * j), values, accs)
                     return accs, sums, turn + 1
 
                 zeros = plgpu.layout_cast(jnp.zeros((128, used), jnp.float32), lanes.WGMMA)
                 accs = [zeros] * parts_of_values
                 sums = plgpu.layout_cast(jnp.zeros((256,), jnp.float32), lanes.LANE_SUMS)
-                turns = (end - begin + math - 1) // math
+                turns = (end - begin + WARPGROUPS - 1) // WARPGROUPS
                 accs, sums, turn = lax.fori_loop(0, turns, take_turn, (accs, sums, turn))
                 lanes.offer_sums(sums, at["sums"], wg)
                 both("ready")
@@ -444,10 +429,10 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
             every_segment(segment, (jnp.int32(0), jnp.int32(0)))
 
-        pl.when(wg == math)(full.initialise)
+        pl.when(wg == WARPGROUPS)(full.initialise)
         plgpu.barrier_arrive(at["started"])
         plgpu.barrier_wait(at["started"])
-        lax.cond(wg == math, produce, attend_to)
+        lax.cond(wg == WARPGROUPS, produce, attend_to)
 
     out, lse, outs, lses = plgpu.kernel(
         body,
@@ -459,7 +444,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         ),
         grid=(threads, groups),
         grid_names=("thread", "group"),
-        num_threads=math + 1,
+        num_threads=WARPGROUPS + 1,
         thread_name="wg",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
