@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from dsa_jax import ranks
 from dsa_jax.cache.requests import rolled_back
 from dsa_jax.numerics import Numerics
 from dsa_jax.sampling import Sampling, repeated, sample
@@ -43,7 +44,7 @@ def decode_burst(
     steps: int,
     drafts: int = 0,
 ) -> tuple[Cache, Float[Array, "B V"], Bool[Array, " B"], Int32[Array, "B N"]]:
-    """`steps` decode steps of every request that is not done; ends early when all are.
+    """`steps` decode steps of every request that is not done; ends early when all are, those of other devices too (dp).
 
     Every step samples a token from `logits` and, unless that token is a stop id or the request holds `limit` tokens
     already, runs it through the model. With `drafts` the model also checks as many drafted tokens in the same pass:
@@ -56,8 +57,12 @@ def decode_burst(
     def is_stop(token: Array) -> Array:
         return jnp.any(token[..., None] == stop_ids.reshape(len(done), *(1,) * (token.ndim - 1), -1), axis=-1)
 
+    def is_any_left(done: Array) -> Array:
+        # Groups of devices exchange rows in every step, so none may leave earlier than the others.
+        return ranks.largest(jnp.any(~done).astype(jnp.int32), "requests") > 0
+
     def step(carry):
-        i, cache, logits, done, out = carry
+        i, _, cache, logits, done, out = carry
         start = cache.length
         token = sample(logits, sampling, start)
         fed = model.draft(cache, token, numerics).ids[:, :width] if drafts else token[:, None]
@@ -79,8 +84,8 @@ def decode_burst(
         columns = jnp.arange(width, dtype=jnp.int32)
         written = jnp.where(emitted[:, None] & (columns <= accepted[:, None]), fed, -1)
         out = lax.dynamic_update_slice(out, written, (0, i * width))
-        return i + 1, cache, logits, done, out
+        return i + 1, is_any_left(done), cache, logits, done, out
 
     out = jnp.full((len(done), steps * width), -1, jnp.int32)
-    carry = (jnp.int32(0), cache, logits, done, out)
-    return lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[3]), step, carry)[1:]
+    carry = (jnp.int32(0), is_any_left(done), cache, logits, done, out)
+    return lax.while_loop(lambda c: (c[0] < steps) & c[1], step, carry)[2:]

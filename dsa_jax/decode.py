@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
-from dsa_jax import ops, ranks, sharding
+from dsa_jax import ops, sharding
 from dsa_jax.burst import decode_burst, prefill_chunk
 from dsa_jax.cache.requests import capacity
 from dsa_jax.cache.sizes import CacheSizes
@@ -84,9 +83,8 @@ class LanguageModel:
             return prefill_chunk(model, self.numerics, cache, logits, tokens, count, image)
 
         def decode(model, cache, logits, done, sampling, stop_ids, steps, drafts):
-            burst = decode_burst if ranks.parts("requests") == 1 else _burst_in_step
             limit = jnp.full_like(cache.length, self.capacity(cache))
-            return burst(model, self.numerics, cache, logits, done, sampling, stop_ids, limit, steps, drafts)
+            return decode_burst(model, self.numerics, cache, logits, done, sampling, stop_ids, limit, steps, drafts)
 
         def draft(model, cache, tokens):
             return model.draft(cache, tokens, self.numerics)
@@ -135,7 +133,7 @@ class LanguageModel:
             if count % ways:
                 raise ValueError(
                     f"A cache of {count} {what} on a mesh of dp={ways}: every group of devices has as many. Give a multiple "
-                    f"of {ways}, or a mesh without dp, which an Engine needs as well."
+                    f"of {ways}, or a mesh without dp."
                 )
         own = sizes if sizes.pages is None else replace(sizes, pages=sizes.pages // ways)
 
@@ -318,42 +316,6 @@ class LanguageModel:
             raise ValueError(f"{self.family.model.__name__} takes text alone: leave images out.")
         shape = (requests, chunk)
         return ImageRows(np.zeros((*shape, self.config.hidden_size), np.float32), np.zeros(shape, bool))
-
-
-def _burst_in_step(
-    model: nnx.Module,
-    numerics: Numerics,
-    cache: Cache,
-    logits: Float[Array, "B V"],
-    done: Bool[Array, " B"],
-    sampling: Sampling,
-    stop_ids: Int32[Array, "B n"],
-    limit: Int32[Array, " B"],
-    steps: int,
-    drafts: int,
-) -> tuple[Cache, Float[Array, "B V"], Bool[Array, " B"], Int32[Array, "B N"]]:
-    """`decode_burst` of one group of requests among others (dp): ends when the requests of all groups are done.
-
-    Experts exchange rows with the other groups in every step, so that none may leave earlier. A step is a burst of one;
-    requests that are done take part without room for a token, and what they sample is left out.
-    """
-    width = 1 + drafts
-
-    def step(carry):
-        i, _, cache, logits, done, out = carry
-        cache, logits, ended, new = decode_burst(
-            model, numerics, cache, logits, jnp.zeros_like(done), sampling, stop_ids, jnp.where(done, 0, limit), 1, drafts
-        )
-        out = lax.dynamic_update_slice(out, jnp.where(done[:, None], -1, new), (0, i * width))
-        done = done | ended
-        return i + 1, is_any_left(done), cache, logits, done, out
-
-    def is_any_left(done):
-        return ranks.largest(jnp.any(~done).astype(jnp.int32), "requests") > 0
-
-    out = jnp.full((len(done), steps * width), -1, jnp.int32)
-    carry = (jnp.int32(0), is_any_left(done), cache, logits, done, out)
-    return lax.while_loop(lambda c: (c[0] < steps) & c[1], step, carry)[2:]
 
 
 def stream(

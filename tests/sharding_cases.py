@@ -329,7 +329,7 @@ def check_refusals(lm: LanguageModel) -> None:
         (lambda: lm.new_cache(ways + 1, 64), f"A cache of {ways + 1} requests on a mesh of dp={ways}"),
         (lambda: lm.new_cache(ways, 64, CacheSizes(ways + 1)), f"A cache of {ways + 1} pages on a mesh of dp={ways}"),
         (lambda: generate(lm, [[3, 4]] * (ways + 1), 2), f"Give a multiple of {ways}, or a mesh without dp"),
-        (lambda: Engine(lm, ways, 48), "or a mesh without dp, which an Engine needs as well"),
+        (lambda: Engine(lm, ways, 48), "An Engine on a mesh of dp="),
     ):
         try:
             refused()

@@ -56,6 +56,11 @@ def sizes_of(
 ) -> Sizes:
     """The engine's sizes. ValueError or NotImplementedError, one sentence each, for what cannot be met."""
     ops.require(lm.implementation)
+    if lm.groups > 1:
+        raise ValueError(
+            f"An Engine on a mesh of dp={lm.groups}: its pools and snapshots are not divided by requests. Give it a mesh without "
+            "dp, and make one Engine for each group of devices."
+        )
     for name, value, least in (
         ("max_batch", max_batch, 1), ("max_context", max_context, 1), ("steps", steps, 1), ("drafts", drafts, 0),
         ("max_rollback", max_rollback, 0), ("snapshots", snapshots, 0), ("boundary", 1 if boundary is None else boundary, 1),
