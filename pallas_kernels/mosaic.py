@@ -1,8 +1,9 @@
 """Shared Mosaic GPU pieces, and everything of Mosaic GPU that is private or changes between jax releases.
 
-Kernels import `plgpu` and these helpers; only this file, and `platform.is_interpreted`, may reach into ``jax._src`` or write MLIR
-by hand. Importing it raises NotImplementedError where jax has no Mosaic GPU bindings; nothing that runs everywhere does. Code written
-by hand cannot be simulated, so each such helper carries a twin in plain Pallas that runs when a kernel is interpreted.
+Kernels import `plgpu` and these helpers; only this file, and `platform.is_interpreted`, may reach into ``jax._src``. Importing it
+raises NotImplementedError where jax has no Mosaic GPU bindings; nothing that runs everywhere does. Code that is written in MLIR by
+hand, lane by lane (`lane_code`; in files of their own), cannot be simulated, so each such piece carries a twin in plain Pallas that
+runs when a kernel is interpreted.
 """
 
 import contextlib
