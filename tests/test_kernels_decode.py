@@ -73,6 +73,51 @@ def test_a_kernel_attends_as_the_reference(family, name):
     assert not np.asarray(found)[1].any() and not np.asarray(found)[:, :, 1].any()
 
 
+def cache_of_all_scales(format, seed):
+    """A cache of 60 slots whose rows have all E8M0 scales but NaN, with codes that keep values under 2^122."""
+    rng, layout = np.random.default_rng(seed), rows.staged(format)
+    stored = rng.integers(0, 256, (60, format.row_bytes)).astype(np.uint8)
+    scales = np.arange(60 * layout.groups) % 255
+    assert len(set(scales)) == 255
+    codes = rng.integers(0, 127, (60, layout.groups, layout.group)) | rng.integers(0, 2, (60, 1, 1)) << 7
+    codes = np.where(scales.reshape(60, -1, 1) < 227, codes, codes & 0x87)  # subnormal ones of large scales
+    stored[:, : layout.quantised] = codes.reshape(60, -1)
+    if layout.tail:
+        tail = rng.standard_normal((60, format.width - layout.quantised)).astype(BF16)
+        stored[:, layout.tail : layout.scale] = tail.view(np.uint8)
+    stored[:, layout.scale : layout.scale + layout.groups] = scales.reshape(60, -1)
+    page_size = 20
+    pages = np.zeros((3, -(-format.page_bytes(page_size) // 16) * 16), np.uint8)
+    for slot, row in enumerate(stored):
+        at = 0
+        for field in format.fields(page_size):
+            start = field.offset + slot % page_size * field.stride
+            pages[slot // page_size, start : start + field.size] = row[at : at + field.size]
+            at += field.size
+    return PagedRows(jnp.asarray(pages), format, page_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["sm90", "sm100"])
+def test_ac_69_scales_of_every_size(family):
+    """Blocks with E8M0 scales of 2^-127 to 2^127, with queries so small that scores are not."""
+    rng = np.random.default_rng(5)
+    caches = (cache_of_all_scales(Model1(), 1), cache_of_all_scales(V41MXFP8(), 2))
+    q = jnp.asarray(np.ldexp(rng.standard_normal((2, 1, 8, 512)), -60), BF16)
+    lists = tuple(jnp.asarray(rng.integers(0, 60, (2, 1, 130)), jnp.int32) for _ in caches)
+
+    def run(implementation):
+        return sparse_decode(
+            q, caches, lists, scale=2.0**-64, v_width=512, out_dtype=jnp.float32, implementation=implementation
+        )
+
+    (wanted, wanted_lse), (found, lse) = run("reference"), run(on_chip.implementation(family))
+    wanted, found = (np.asarray(x, np.float64) for x in (wanted, found))
+    assert np.isfinite(found).all() and np.abs(wanted).max() > 2.0**110
+    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < tolerances.of("kernels_decode.out")
+    np.testing.assert_allclose(lse, wanted_lse, atol=tolerances.of("kernels_decode.lse"))
+
+
 @pytest.mark.slow
 def test_ac_53_a_row_has_the_same_bits_alone_and_in_a_batch():
     """With parts of a fixed size: whichever thread blocks have them."""
@@ -139,8 +184,8 @@ def test_ac_76_a_kernel_is_held_back_until_it_has_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chip, products", [("h200", "HGMMA"), ("b200", "UTCxMMA")])
-def test_compiles_for_a_chip(chip, products):
+@pytest.mark.parametrize("chip, products, spills", [("h200", "HGMMA", 0), ("b200", "UTCxMMA", 128)])
+def test_compiles_for_a_chip(chip, products, spills):
     if (reason := aot.missing()) is not None:
         pytest.skip(reason)
     report = aot.compile_report((chip,), "sparse_decode")
@@ -148,5 +193,4 @@ def test_compiles_for_a_chip(chip, products):
     for kernel in report.kernels:
         if kernel.smem:  # the other kernel combines parts
             assert kernel.instructions[products] >= 40 and kernel.instructions["UBLKCP"] >= 1, report.text()
-        # At 64 heads the sums take 128 registers of 232; a few addresses are kept in local memory, outside of products.
-        assert kernel.spill_stores <= 100 and kernel.spill_loads <= 128, report.text()
+        assert kernel.spill_stores <= spills and kernel.spill_loads <= spills, report.text()

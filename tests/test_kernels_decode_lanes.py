@@ -19,7 +19,9 @@ FORMATS = {
     "v32": V32(),
     "v32 of any scale": V32(),
     "model1": Model1(),
+    "model1 of any scale": Model1(),
     "v41_mxfp8": V41MXFP8(),
+    "v41_mxfp8 of any scale": V41MXFP8(),
     "v41_nvfp4": V41NVFP4(),
     "plain": Plain(512, jnp.bfloat16),
 }
@@ -27,7 +29,10 @@ PAGE_SIZE, PAGES = 5, 20
 
 
 def cache_of(name, rng):
-    """(pages, stored bytes of every slot) with all E4M3 codes but NaN, all E2M1 codes and scales of many sizes."""
+    """(pages, stored bytes of every slot) with all E4M3 codes but NaN, all E2M1 codes and scales of many sizes.
+
+    Of any scale: E8M0 scales one after the other, so that the first 37 slots have all but NaN.
+    """
     format = FORMATS[name]
     slots = PAGES * PAGE_SIZE
     if isinstance(format, Plain):
@@ -42,7 +47,8 @@ def cache_of(name, rng):
         scales = scales * np.float32(1.37) if "any" in name else scales
         stored[:, 512:528] = scales.view(np.uint8)
     elif layout.kind == "fp8":
-        stored[:, layout.scale : layout.scale + groups] = rng.integers(127 - 54, 127 + 56, (slots, groups))
+        scales = np.arange(slots * groups) % 255 if "any" in name else rng.integers(0, 127 + 56, slots * groups)
+        stored[:, layout.scale : layout.scale + groups] = scales.reshape(slots, groups)
     if layout.tail:
         tail = oracle.bf16(rng.standard_normal((slots, 64))).astype(BF16)
         stored[:, layout.tail : layout.tail + 128] = tail.view(np.uint8)
@@ -61,8 +67,8 @@ def staged_block(name, rng):
     format = FORMATS[name]
     layout = rows.staged(format)
     pages, stored = cache_of(name, rng)
-    slots = rng.integers(0, PAGES * PAGE_SIZE, 64).astype(np.int32)
-    slots[[3, 40, 63]] = -1
+    slots = np.full(64, -1, np.int32)
+    slots[np.delete(np.arange(64), [3, 40, 63])] = rng.permutation(61)
     lane = np.arange(128)
     places = emulator.Value(slots[16 * (lane // 32) + lane % 16].view(np.uint32), "i32")
     places = emulator.in_registers([emulator.Vector([places])])
@@ -119,7 +125,32 @@ def test_ac_69_stored_bytes_become_operands(name):
             np.testing.assert_array_equal(unpacked.array.reshape(-1), expected.reshape(-1))
 
 
-@pytest.mark.parametrize("name", ["v32", "v32 of any scale", "model1", "v41_mxfp8"])
+@pytest.mark.parametrize("name", ["model1", "v41_mxfp8"])
+@pytest.mark.parametrize("byte", [182, 183, 254, 255])
+def test_one_scale_decides_how_a_block_is_read(name, byte):
+    """2^56 and above, or NaN, in any of its rows."""
+    with emulator.emulated(*ROWS):
+        layout, values, (raw, scale, odd) = staged_block(name, np.random.default_rng(6))
+        for row, group in ((0, 0), (30, 3), (62, layout.groups - 1)):
+            stored = raw.array.reshape(64, -1)
+            before, at = stored[row, layout.scale + group], layout.scale + group
+            stored[row, at] = byte
+            scaling.prepare(raw, scale, odd, emulator.value(0), (layout,))
+            assert odd.array.any() == (byte > 182)
+            chunk = group * layout.group // 64
+            found = keys((raw, scale), chunk, scaling.Reading(layout, general=byte > 182))
+            own = slice(group * layout.group, (group + 1) * layout.group)
+            expected = values.copy()
+            with np.errstate(over="ignore", invalid="ignore"):
+                code = stored[row, own].view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+                new = code * (np.float32(np.nan) if byte == 255 else np.float32(2.0) ** (byte - 127))
+            expected[row, own] = new * np.float32(2.0**-layout.down)
+            expected = operands.key_order(expected[:, 64 * chunk : 64 * chunk + 64])
+            np.testing.assert_array_equal(found, np.asarray(expected))
+            stored[row, at] = before
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if rows.staged(FORMATS[name]).kind == "fp8"])
 def test_ac_69_a_nan_code_makes_its_row_nan(name):
     """Everywhere else keys are as they were; as a value it is not looked at, since its probability is NaN."""
     with emulator.emulated(*ROWS):

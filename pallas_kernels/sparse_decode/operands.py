@@ -15,7 +15,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
-from pallas_kernels.records import V32
 from pallas_kernels.sparse_decode.decoding import down_by, fp4_pairs, fp8_pairs, has_nan_code, times, times_floats
 from pallas_kernels.sparse_decode.lane_ops import (
     SCALAR,
@@ -40,7 +39,7 @@ from pallas_kernels.sparse_decode.lane_ops import (
     warp_of,
 )
 from pallas_kernels.sparse_decode.rows import BLOCK, VALUES, Staged, by_layout
-from pallas_kernels.sparse_decode.scaling import Reading, is_odd
+from pallas_kernels.sparse_decode.scaling import Reading, float_scale, is_odd
 
 HALF_TILE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 
@@ -111,13 +110,13 @@ def load_keys(raw_ref, scale_ref, chunk: int, reading: Reading, decoded_ref=None
                 for step in range(4):
                     found += load_two(past(own, start + 32 * step))
             return pack(found)
+        numbers = [64 * chunk // layout.group + i for i in range(scales)]
         for token, base in zip(tokens, bases):
             if reading.general:
-                found.append(load_bits(past(base, layout.scale + 64 * chunk // layout.group * 4), 32))
-                continue
-            own = moved(table, arith.muli(token, i32(2)))
-            first = 64 * chunk // layout.group
-            found += [load_bits(past(own, 2 * BLOCK * (first + i)), 16) for i in range(scales)]
+                found += [float_scale(past(base, layout.scale + n * layout.scale_bytes), layout) for n in numbers]
+            else:
+                own = moved(table, arith.muli(token, i32(2)))
+                found += [load_bits(past(own, 2 * BLOCK * n), 16) for n in numbers]
         narrow = layout.kind == "fp4"
         for base in bases:
             own = moved(base, arith.muli(quad, i32(2 if narrow else 4)))
@@ -156,7 +155,7 @@ def key_fragment(words, chunk: int, reading: Reading):
                 own = words[2 * scales + 4 * half : 2 * scales + 4 * half + 4]
                 factors = words[scales * half : scales * half + scales]
                 if reading.general:
-                    factors = [llvm.bitcast(ir.F32Type.get(), factors[0])]
+                    factors = [llvm.bitcast(ir.F32Type.get(), f) for f in factors]
                 else:
                     factors = [twice(f) for f in factors]
             for step in range(4):
@@ -167,7 +166,8 @@ def key_fragment(words, chunk: int, reading: Reading):
                     factor = factors[step * scales // 4]
                     pairs = [times(pair, factor) for pair in fp4_pairs(own[step], across=False)]
                 elif reading.general:
-                    pairs = [times_floats(p, factors[0], factors[0]) for p in fp8_pairs(own[step], magnitudes)]
+                    factor = factors[step * scales // 4]
+                    pairs = [times_floats(pair, factor, factor) for pair in fp8_pairs(own[step], magnitudes)]
                 else:
                     factor = factors[step * scales // 4]
                     pairs = [times(pair, factor) for pair in fp8_pairs(own[step], magnitudes)]
@@ -229,9 +229,9 @@ def load_values(raw_ref, scale_ref, part, half: int, reading: Reading, decoded_r
             first, four, token = _value_place(utils.thread_idx(), part, half)
             row = moved(raw, arith.muli(token, i32(layout.stride)))
             if reading.general:
-                own = moved(row, arith.muli(arith.divui(first, i32(layout.group)), i32(4)))
+                own = moved(row, arith.muli(arith.divui(first, i32(layout.group)), i32(layout.scale_bytes)))
                 at = [layout.scale + (n + i) * layout.stride for n in offsets for i in range(2)]
-                found = [load_bits(past(own, a), 32) for a in at]
+                found = [float_scale(past(own, a), layout) for a in at]
             else:
                 number = arith.divui(first, i32(layout.group))
                 if layout.group < 32:
@@ -375,26 +375,31 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                         words[0] = arith.select(has_nan_code(magnitudes), i32(0x7FFF7FFF), words[0])
                     return words
 
+                def group_of_value():
+                    return arith.minsi(arith.divui(value, i32(layout.group)), i32(layout.groups - 1))
+
                 def exact():
-                    group = arith.minsi(arith.divui(value, i32(layout.group)), i32(layout.groups - 1))
-                    at = arith.addi(arith.muli(group, i32(2 * BLOCK)), arith.muli(row, i32(2)))
+                    at = arith.addi(arith.muli(group_of_value(), i32(2 * BLOCK)), arith.muli(row, i32(2)))
                     factor = twice(load_bits(moved(scales, at), 16))
                     return quantised(lambda pair: times(pair, factor))
 
                 def general():
-                    at = arith.addi(base, arith.muli(arith.divui(value, i32(layout.group)), i32(4)))
-                    bits = load_bits(moved(raw, arith.addi(at, i32(layout.scale))), 32)
+                    at = arith.addi(base, arith.muli(group_of_value(), i32(layout.scale_bytes)))
+                    bits = float_scale(moved(raw, arith.addi(at, i32(layout.scale))), layout)
                     factor = llvm.bitcast(ir.F32Type.get(), bits)
                     return quantised(lambda pair: times_floats(pair, factor, factor))
 
+                def any_scale():
+                    if layout.kind == "fp4":
+                        return exact()
+                    return either(is_odd(odd_ref), general, exact, [i32_type()] * 8)
+
                 if first >= layout.quantised:
                     return bf16()
-                if layout.format == V32():
-                    return either(is_odd(odd_ref), general, exact, [i32_type()] * 8)
                 if first + columns > layout.quantised:
                     tail = arith.cmpi(arith.CmpIPredicate.sge, value, i32(layout.quantised))
-                    return either(tail, bf16, exact, [i32_type()] * 8)
-                return exact()
+                    return either(tail, bf16, any_scale, [i32_type()] * 8)
+                return any_scale()
 
             words = by_layout(which, layouts, of, [i32_type()] * 8)
             within = arith.remui(row, i32(8))

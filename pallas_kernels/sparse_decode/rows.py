@@ -5,7 +5,8 @@ other, so that eight rows never meet in a bank. Nothing is ever written back as 
 
 Quantised rows are multiplied by 2^-48 on the way (`up` undoes it, on scores and probabilities). That leaves room to
 fold 2^120, which makes an FP8 number's bits a bf16 number, into the scale: one product a pair of values. It is exact
-for scales from 2^-54 to 2^55; above, values become infinite, and below, they may lose bits where they are under 2^-78.
+for scales from 2^-54 to 2^55. A block with a larger one is read by way of float32 (`scaling.Reading.general`); below,
+values may lose bits where they are under 2^-78.
 """
 
 import dataclasses
@@ -55,6 +56,11 @@ class Staged:
     def groups(self) -> int:
         """Scales of a row."""
         return self.quantised // self.group if self.quantised else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale."""
+        return 4 if isinstance(self.format, V32) else 1
 
     @property
     def down(self) -> int:

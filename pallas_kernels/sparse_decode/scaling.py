@@ -31,8 +31,8 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
     """Writes the scales of a block of staged rows as the fragments want them, by a warpgroup.
 
     scale_ref: bf16 [>= groups * 64], a group's scales for all rows together. odd_ref: int32 [4], of which one is not 0
-    where a float32 scale is no power of two that fits; fragments then take the scales from the rows. which: number of
-    the layout among `layouts`.
+    where a scale of FP8 values is odd: no power of two that fits. Fragments then take the scales from the rows. which:
+    number of the layout among `layouts`.
     """
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR), twin=lambda *_: None)
@@ -48,21 +48,21 @@ def prepare(raw_ref, scale_ref, odd_ref, which, layouts: tuple[Staged, ...]):
                 group = arith.addi(arith.muli(part, i32(share)), i32(j))
                 group = arith.minsi(group, i32(layout.groups - 1)) if layout.groups % 2 else group
                 at = arith.muli(token, i32(layout.stride))
-                if layout.format == V32():
-                    at = arith.addi(at, arith.addi(i32(layout.scale), arith.muli(group, i32(4))))
-                    bits, strange = _scale_of_float(load_bits(moved(raw, at), 32))
-                    odd = arith.ori(odd, strange)
+                at = arith.addi(at, arith.addi(i32(layout.scale), arith.muli(group, i32(layout.scale_bytes))))
+                stored = load_bits(moved(raw, at), 8 * layout.scale_bytes)
+                if layout.kind == "fp4":
+                    bits = _scale_of_e4m3(arith.extui(i32_type(), stored))
                 else:
-                    at = arith.addi(at, arith.addi(i32(layout.scale), group))
-                    byte = arith.extui(i32_type(), load_bits(moved(raw, at), 8))
-                    bits = _scale_of_e4m3(byte) if layout.kind == "fp4" else _scale_of_e8m0(byte)
+                    of_scale = _scale_of_float if layout.format == V32() else _scale_of_e8m0
+                    bits, strange = of_scale(stored)
+                    odd = arith.ori(odd, strange)
                 at = arith.addi(arith.muli(group, i32(2 * BLOCK)), arith.muli(token, i32(2)))
                 i16 = ir.IntegerType.get_signless(16)
                 llvm.store(arith.trunci(i16, bits), utils.getelementptr(to, [at], i8_type()))
             return [odd]
 
         (odd,) = by_layout(which, layouts, of, [i32_type()]) if any(x.quantised for x in layouts) else [i32(0)]
-        if any(layout.format == V32() for layout in layouts):
+        if any(layout.kind == "fp8" for layout in layouts):
             text = "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
             any_odd = asm(text, "=r,r", [odd], i32_type())
             llvm.store(
@@ -85,10 +85,9 @@ def _scale_of_float(bits):
 
 
 def _scale_of_e8m0(byte):
-    field = arith.minsi(arith.addi(byte, i32(TO_BF16 - DOWN)), i32(255))
-    scale = arith.shli(field, i32(7))
-    nan = arith.cmpi(arith.CmpIPredicate.eq, byte, i32(255))
-    return arith.select(nan, i32(0x7FC0), scale)
+    """bf16 bits of an E8M0 scale times 2^(120 - DOWN), and whether it does not fit or is NaN."""
+    field = arith.addi(arith.extui(i32_type(), byte), i32(TO_BF16 - DOWN))
+    return arith.shli(field, i32(7)), arith.extui(i32_type(), arith.cmpi(arith.CmpIPredicate.ugt, field, i32(254)))
 
 
 def _scale_of_e4m3(byte):
@@ -102,9 +101,24 @@ def _scale_of_e4m3(byte):
     return arith.select(nan, i32(0x7FC0), scale)
 
 
+def float_scale(pointer, layout: Staged):
+    """Inside lane code: float32 bits of a scale of FP8 values that a row has at `pointer`.
+
+    An E8M0 byte of 0, 2^-127, becomes 0: every FP8 number times 2^-127 and 2^-DOWN is 0 in bf16.
+    """
+    stored = load_bits(pointer, 8 * layout.scale_bytes)
+    if layout.format == V32():
+        return stored
+    bits = arith.shli(arith.extui(i32_type(), stored), i32(23))
+    return arith.select(arith.cmpi(arith.CmpIPredicate.eq, bits, i32(0x7F800000)), i32(0x7FC00000), bits)
+
+
 @dataclasses.dataclass(frozen=True)
 class Reading:
-    """One way in which the rows of a block are read: by their layout, and `general` where scales are any float32."""
+    """One way in which the rows of a block are read: by their layout, and `general` where a scale is odd.
+
+    FP8 values are then multiplied by their scales, whatever these are, as float32, and rounded to bf16.
+    """
 
     layout: Staged
     general: bool = False
@@ -115,7 +129,7 @@ def readings(layouts: tuple[Staged, ...]) -> tuple[Reading, ...]:
     found = []
     for layout in dict.fromkeys(layouts):
         found.append(Reading(layout))
-        if layout.format == V32():
+        if layout.kind == "fp8":
             found.append(Reading(layout, general=True))
     return tuple(found)
 
@@ -128,15 +142,11 @@ def reading_of(odd_ref, which, layouts: tuple[Staged, ...]):
         number = jnp.where(which == 0, number, ways.index(Reading(layouts[1])))
     if not any(way.general for way in ways):
         return jnp.int32(number)
-    odd = _odd_flag(odd_ref)
-    if len(set(layouts)) > 1:
-        v32 = [layout.format == V32() for layout in layouts].index(True)
-        odd = jnp.where(which == v32, odd, 0)
-    return number + odd
+    return number + _odd_flag(odd_ref)  # 0 for a layout without FP8 values
 
 
 def _odd_flag(odd_ref):
-    """1 where `prepare` found a scale that is no power of two, else 0."""
+    """1 where `prepare` found an odd scale, else 0."""
 
     @mosaic.lane_code(
         arg_types=(plgpu.RefType(),),
@@ -151,7 +161,7 @@ def _odd_flag(odd_ref):
 
 
 def is_odd(odd_ref):
-    """Inside lane code: whether `prepare` found a scale that is no power of two."""
+    """Inside lane code: whether `prepare` found an odd scale."""
     odd = i32(0)
     for warp in range(4):
         odd = arith.ori(odd, load_bits(past(utils.memref_ptr(odd_ref), 4 * warp), 32))

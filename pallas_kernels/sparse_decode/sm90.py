@@ -287,13 +287,11 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                 plgpu.barrier_arrive(at[barrier])
                 plgpu.barrier_wait(at[barrier])
 
-            def read_as(slot, which, function):
-                """What `function` gives for the way in which the rows of a block are read."""
-                ways = scaling.readings(layouts)
-                if interpreted or len(ways) == 1:
-                    return function(ways[0])
-                number = scaling.reading_of(at["odd"].at[slot], which, layouts)
-                return lax.switch(number, [functools.partial(function, way) for way in ways])
+            ways = scaling.readings(layouts)[: 1 if interpreted else None]
+
+            def way_of(slot, which):
+                """Number of the way in which the rows of a block are read."""
+                return jnp.int32(0) if interpreted else scaling.reading_of(at["odd"].at[slot], which, layouts)
 
             def score(position, which):
                 slot = lax.rem(position, stages)
@@ -314,8 +312,9 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
                     return pl.run_scoped(of, plgpu.ACC((BLOCK, used), jnp.float32))
 
+                found = lax.switch(way_of(slot, which), [functools.partial(products, way) for way in ways])
                 factor = jnp.float32(scale * _LOG2E * up(which))
-                return lanes.scores(read_as(slot, which, products), factor, at["bias"].at[slot])
+                return lanes.scores(found, factor, at["bias"].at[slot])
 
             def up(which):
                 ups = [2.0**layout.down for layout in layouts]
@@ -330,7 +329,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                 def _():
                     plgpu.barrier_wait(at["prepared"].at[slot])
 
-                def products(way):
+                def products(way, accs):
                     pieces = [(half, i) for half in range(2) for i in range(parts_of_values)]
 
                     def load(half, i):
@@ -351,7 +350,13 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
                     return mosaic.accumulate(of, accs)
 
-                return read_as(slot, which, products)
+                # Loops of one turn or none: with a switch the assembler finds too few registers for MODEL1's values and
+                # 64 heads, and serialises the products (C7512).
+                chosen = way_of(slot, which)
+                for i, way in enumerate(ways):
+                    once = (chosen == i).astype(jnp.int32)
+                    accs = lax.fori_loop(0, once, lambda _, accs, way=way: products(way, accs), accs)
+                return accs
 
             def segment(i, state):
                 position, turn = state
