@@ -280,7 +280,7 @@ class _TimedStep:
 def _decode_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
     """(compiled function, arguments, static arguments) of a burst of decode steps."""
     logits = jax.random.normal(jax.random.key(0), (batch, lm.config.vocab_size))
-    none, stops = jnp.zeros((batch,), bool), jnp.array([-1], jnp.int32)
+    none, stops = jnp.zeros((batch,), bool), jnp.full((batch, 1), -1, jnp.int32)
     return lm._decode, (lm.leaves, cache, logits, none, Sampling.of(batch), stops), {"steps": STEPS, "drafts": 0}
 
 

@@ -30,7 +30,7 @@ COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collec
 def burst(lm):
     """Arguments of a burst of decode steps; made anew for each, because a burst uses them up."""
     cache, _ = filled_cache(lm, BATCH, CONTEXT, STEPS)
-    logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.array([-1], np.int32)
+    logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.full((BATCH, 1), -1, np.int32)
     return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
 
 
