@@ -89,8 +89,8 @@ def store_scores(
 
     compressed: columns count from the start of the row's own range, and what is out of range is left out.
     out_ref: float32 or bf16 [rows, columns] in device memory. dots: [64, queries * heads] of a wgmma. weights: float32 or,
-    with `rounding`, bf16 [queries * heads]. scale: float32 [64] or None. bounds: of `load_bounds`. first: query row of the first query, column:
-    column of the first key; rows from `limit` on and columns outside `out_ref` are left out. `rounding` rounds the dot
+    with `rounding`, bf16 [queries * heads]. scale: float32 [64] or None. bounds: of `load_bounds`. first: query row of the
+    first query, column: column of the first key; rows from `limit` on and columns outside `out_ref` are left out. `rounding` rounds the dot
     products, their products with the weights and the sums to bf16.
     """
     columns = out_ref.shape[1]
@@ -363,8 +363,8 @@ def _round(x):
 def _rounded_products(dots, weights):
     """Of two dot products: rounded to bf16, the positive part, times a weight, rounded again; as float32.
 
-    Two at a time, because one alone is converted at a quarter of the rate. With bf16 weights one instruction multiplies
-    and rounds, as exact products rounded once.
+    Two at a time, which one instruction converts. With bf16 weights one instruction multiplies and rounds both, as exact
+    products rounded once.
     """
     half, single = (ir.VectorType.get((2,), kind.get()) for kind in (ir.BF16Type, ir.F32Type))
     zero = ir.DenseElementsAttr.get_splat(half, ir.FloatAttr.get(ir.BF16Type.get(), 0.0))

@@ -82,15 +82,20 @@ def _key_place(thread):
     return quad_of(thread), [arith.addi(first, i32(8 * half)) for half in range(2)]
 
 
+def _key_words(layout, chunk: int) -> tuple[bool, int, int]:
+    """Of values 64 * chunk .. + 63: whether they are bf16, scales of a token, and words that a thread carries."""
+    plain = 64 * chunk >= layout.quantised
+    scales = 0 if plain else max(1, 64 // layout.group)
+    return plain, scales, 16 if plain else 8 + 2 * scales
+
+
 def load_keys(raw_ref, scale_ref, chunk: int, reading: Reading, decoded_ref=None):
     """The stored words of values 64 * chunk .. + 63 of a block, for `key_fragment`; loaded a fragment ahead.
 
     int32 [128 * n], n to a thread: of its two tokens first the scales, then the values. Interpreted: the fragment.
     """
     layout = reading.layout
-    plain = 64 * chunk >= layout.quantised
-    scales = 0 if plain else max(1, 64 // layout.group)
-    count = 16 if plain else 8 + 2 * scales
+    plain, scales, count = _key_words(layout, chunk)
     carried, pack, _ = _words(count)
 
     @mosaic.lane_code(
@@ -134,9 +139,7 @@ def key_fragment(words, chunk: int, reading: Reading):
     words: of `load_keys`. A NaN code would be read as 480: its row gets a NaN, with which all its scores are.
     """
     layout = reading.layout
-    plain = 64 * chunk >= layout.quantised
-    scales = 0 if plain else max(1, 64 // layout.group)
-    count = 16 if plain else 8 + 2 * scales
+    plain, scales, count = _key_words(layout, chunk)
     carried, _, unpack = _words(count)
 
     @mosaic.lane_code(
