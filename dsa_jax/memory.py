@@ -13,7 +13,7 @@ from typing import Any
 from dsa_jax.config import ModelConfig, V41Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
-from dsa_jax.layers.moe import DEQUANTIZED_BYTES, tile_rows
+from dsa_jax.layers.moe import DEQUANTIZED_BYTES, tiling
 from dsa_jax.sharding import logical_axes
 from dsa_jax.weights import names
 
@@ -226,5 +226,5 @@ def dequantized_bytes(config: Any, rows: int, itemsize: int) -> int:
     """
     one = 3 * config.hidden_size * config.moe_intermediate_size * itemsize
     pairs, experts = rows * config.num_experts_per_tok, config.n_routed_experts
-    tiles = min(pairs, experts + pairs // tile_rows(rows, pairs, experts))
+    _, tiles = tiling(rows, pairs, experts)
     return one * min(tiles, max(1, DEQUANTIZED_BYTES // one))

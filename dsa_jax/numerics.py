@@ -113,6 +113,14 @@ def matmul(x: Float[Array, "*rows i"], weight: Float[Array, "o i"]) -> Float[Arr
     )  # fmt: skip
 
 
+def matmul_f32(x: Float[Array, "*rows i"], weight: Float[Array, "o i"]) -> Float[Array, "*rows o"]:
+    """`matmul` of the operands in float32. bf16 ones are multiplied as they are: the products are exact in float32 either
+    way, and no float32 copy of the weight is made."""
+    if x.dtype == weight.dtype == jnp.bfloat16:
+        return matmul(x, weight)
+    return matmul(f32(x), f32(weight))
+
+
 def f32(x: Array) -> Array:
     """`x` in float32."""
     return jnp.asarray(x).astype(jnp.float32)

@@ -14,7 +14,9 @@ from pallas_kernels.dispatch import preferred
 from pallas_kernels.indexer_logits import indexer_logits, make_indexer_schedule, paged_indexer_logits
 from pallas_kernels.indexing import gather_paged, gather_rows, scatter_paged, scatter_rows
 from pallas_kernels.quantize import (
+    by_parity,
     dequantize_fp4,
+    dequantize_fp4_by_parity,
     dequantize_fp8,
     dequantize_weight,
     e8m0_to_float32,
@@ -43,6 +45,7 @@ from pallas_kernels.sparse_decode import DecodeSchedule, combine, make_decode_sc
 from pallas_kernels.top_k import candidate_blocks, merge_top_k, top_k, top_k_and_candidate_blocks
 
 __all__ = [
+    "by_parity",
     "candidate_blocks",
     "candidate_logits",
     "candidate_positions",
@@ -50,6 +53,7 @@ __all__ = [
     "combine",
     "DecodeSchedule",
     "dequantize_fp4",
+    "dequantize_fp4_by_parity",
     "dequantize_fp8",
     "dequantize_weight",
     "e8m0_to_float32",

@@ -276,6 +276,27 @@ def test_dequantize_weight_fp4():
     np.testing.assert_array_equal(np.asarray(found, np.float64), expected)
 
 
+def test_fp4_weights_by_parity():
+    """All codes under every exponent are what the interleaved weight has, in the order of `by_parity`; so products agree."""
+    rng = np.random.default_rng(4)
+    weight = jnp.asarray(np.tile(np.arange(256), (256, 1)).astype(np.uint8))
+    scale = jnp.asarray(np.repeat(np.arange(256)[:, None], 16, axis=1).astype(np.uint8))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        found = np.asarray(quantize.dequantize_fp4_by_parity(weight, scale, dtype), np.float64)
+        expected = np.stack([oracle.dequantize_weight(w, s, None) for w, s in zip(np.asarray(weight), np.asarray(scale))])
+        with np.errstate(over="ignore"):
+            expected = expected.astype(dtype).astype(np.float64)
+        expected = np.concatenate([expected[:, 0::2], expected[:, 1::2]], axis=1)
+        assert np.isnan(found[255]).all()
+        normal = np.abs(expected) >= 2.0**-126
+        normal[255] = False
+        np.testing.assert_array_equal(found[normal], expected[normal])
+        np.testing.assert_allclose(found[:255][~normal[:255]], 0, rtol=0, atol=2.0**-126)
+    x = rng.integers(-4, 5, (3, 512))
+    ours = np.asarray(quantize.by_parity(jnp.asarray(x))) @ np.asarray(quantize.dequantize_fp4_by_parity(weight[:4], scale[124:128], jnp.float32)).T
+    np.testing.assert_array_equal(ours, x @ np.asarray(quantize.dequantize_weight(weight[:4], scale[124:128], 32, jnp.float32)).T)
+
+
 @pytest.mark.parametrize("name, block", [("fp8", 32), ("fp4", (1, 32))])
 def test_gemm_of_the_released_model(name, block):
     gemm = read_golden("v41/ops/gemm")

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from dsa_jax import ops
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layers.moe import Experts, SharedExpert, swiglu
-from dsa_jax.numerics import Numerics, f32, matmul
+from dsa_jax.numerics import Numerics, f32, matmul, matmul_f32
 from dsa_jax.tap import Tap
 
 
@@ -40,7 +40,7 @@ def route_in_groups(
     together; without a bias, as its largest. Sigmoid weights are normalised to sum to the scaling factor, softmax
     weights are only multiplied by it. Source: the gate of DeepSeek-V3.2's inference code.
     """
-    logits = matmul(f32(x), f32(weight))
+    logits = matmul_f32(x, weight)
     scores = jax.nn.softmax(logits, axis=-1) if scoring_func == "softmax" else jax.nn.sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     if n_group > 1:

@@ -5,9 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from dsa_jax import ops, ranks
-from dsa_jax.numerics import Numerics, f32, matmul
-
-FP4_SCALE_BLOCK = (1, 32)
+from dsa_jax.numerics import Numerics, matmul, matmul_f32
 
 
 class Linear(nnx.Module):
@@ -21,7 +19,7 @@ class Linear(nnx.Module):
 
     def in_float32(self, x: Float[Array, "*rows i"]) -> Float[Array, "*rows o"]:
         """The same product on float32 operands, result not rounded (routing, pooling, heads)."""
-        return matmul(f32(x), f32(self.weight[...]))
+        return matmul_f32(x, self.weight[...])
 
 
 class VocabularyLinear(Linear):
@@ -74,5 +72,5 @@ class ExpertLinears(nnx.Module):
     def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
         """The linear of one expert (a traced index): only its weight is dequantised."""
         weight, scale = self.weight[...][expert], self.scale[...][expert]
-        dense = ops.dequantize_weight(weight, scale, FP4_SCALE_BLOCK, numerics.dtype)
-        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
+        dense = ops.dequantize_fp4_by_parity(weight, scale, numerics.dtype)
+        return numerics.round(matmul(ops.by_parity(numerics.fake(x, self.input_kind)), dense))

@@ -11,12 +11,15 @@ from jaxtyping import Array, Bool, Float, Int32
 from dsa_jax import ops, ranks
 from dsa_jax.config import V41Config
 from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
-from dsa_jax.numerics import Numerics, f32, matmul
+from dsa_jax.numerics import Numerics, f32, matmul_f32
 from dsa_jax.tap import Tap
 
-ROWS_OF_DEQUANTIZING = 800
-"""To dequantise an expert takes about as long as its products with so many rows: at V4.1's widths an H200 took 84 us for the
-three weights and 27 us for the products with 256 rows."""
+ROWS_OF_DEQUANTIZING = 250
+"""To dequantise an expert takes about as long as its products with so many rows: at V4.1's widths 88 MB are read and written
+for the three weights, 25 us on an H200, which took 27 us for the products with 256 rows."""
+
+ROWS_OF_READING = 128
+"""Products with fewer rows take no less time: reading the dequantised weights bounds them."""
 
 DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
@@ -37,7 +40,7 @@ class Gate(nnx.Module):
 
 def expert_scores(x: Float[Array, "T d"], weight: Float[Array, "E d"], scoring_func: str) -> Float[Array, "T E"]:
     """Every expert's score in float32: "sqrtsoftplus", "softmax" or "sigmoid" of float32 products."""
-    logits = matmul(f32(x), f32(weight))
+    logits = matmul_f32(x, weight)
     if scoring_func == "sqrtsoftplus":
         # The reference's softplus is linear above 20.
         return jnp.sqrt(jnp.where(logits > 20, logits, jnp.log1p(jnp.exp(jnp.minimum(logits, 20)))))
@@ -93,15 +96,17 @@ class SharedExpert(nnx.Module):
         return self.w2(numerics.round(a), numerics)
 
 
-def tile_rows(tokens: int, pairs: int, experts: int) -> int:
-    """Rows of a tile, a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least.
+def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
+    """(rows of a tile, the most tiles that a routing needs). Tiles belong to one expert each, and a token's experts differ.
 
-    With no more than one pair an expert these are single rows, whose products need no dequantised weight in memory.
+    The rows are a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least. With no
+    more than one pair an expert these are single rows, whose products need no dequantised weight in memory.
     """
     if pairs <= experts:
-        return 1
+        return 1, pairs
     next_to_root = 1 << ((ROWS_OF_DEQUANTIZING * pairs // experts).bit_length() // 2)
-    return min(next_to_root, 1 << (tokens - 1).bit_length())  # a token's experts differ from one another
+    tile = min(max(next_to_root, ROWS_OF_READING), 1 << (tokens - 1).bit_length())
+    return tile, min(pairs, experts if tile >= tokens else experts + pairs // tile)
 
 
 class Experts(nnx.Module):
@@ -151,8 +156,7 @@ class Experts(nnx.Module):
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
-        tile = tile_rows(T, pairs, E)
-        tiles = min(pairs, E + pairs // tile)  # no routing needs more
+        tile, tiles = tiling(T, pairs, E)
         iterations = -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
         at_once = -(-tiles // iterations)
 
