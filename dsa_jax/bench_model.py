@@ -149,17 +149,16 @@ def _random_rows(rows: Any) -> Any:
     """Pages of random records; what is not pages, as it is."""
     if not isinstance(rows, ops.PagedRows):
         return rows
-    pages = rows.pages.shape[0]
+    return dataclasses.replace(rows, pages=_random_pages(rows.format, rows.pages.shape[0], rows.page_size))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _random_pages(format: ops.RecordFormat, pages: int, page_size: int) -> jax.Array:
     distinct = min(pages, DISTINCT_PAGES)
-    empty = ops.PagedRows.zeros(rows.format, distinct, rows.page_size)
-
-    @jax.jit
-    def filled():
-        values = jax.random.normal(jax.random.key(distinct), (empty.num_slots, rows.format.width))
-        some = empty.scatter(jnp.arange(empty.num_slots, dtype=jnp.int32), values).pages
-        return jnp.tile(some, (-(-pages // distinct), *[1] * (some.ndim - 1)))[:pages]
-
-    return dataclasses.replace(rows, pages=filled())
+    empty = ops.PagedRows.zeros(format, distinct, page_size)
+    values = jax.random.normal(jax.random.key(distinct, impl="rbg"), (empty.num_slots, format.width))
+    some = empty.scatter(jnp.arange(empty.num_slots, dtype=jnp.int32), values).pages
+    return jnp.tile(some, (-(-pages // distinct), *[1] * (some.ndim - 1)))[:pages]
 
 
 def _free_bytes() -> int | None:

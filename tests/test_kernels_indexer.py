@@ -332,7 +332,9 @@ def test_packed_queries_and_keys_are_their_decoded_values():
     np.testing.assert_array_equal(found, plain)
     candidates = expand_candidates(jnp.array([[3, 0], [1, -1], [0, 1]], jnp.int32), end - start, 8)
     some = ragged_candidate_logits(q, k, weights, candidates, k_scale=k_scale, q_scale=q_scale, **bounds)
-    np.testing.assert_array_equal(some[0], jnp.concatenate([plain[0, :8], plain[0, 24:32]]))
+    # On a GPU, XLA sums other shapes in another order.
+    bound = 0 if platform.kernel_name() is None else tolerances.of("kernels_indexer.logits")
+    np.testing.assert_allclose(some[0], jnp.concatenate([plain[0, :8], plain[0, 24:32]]), rtol=0, atol=bound * plain[0].max())
 
 
 def test_wrong_scales_and_schedules_are_named(unchecked):
