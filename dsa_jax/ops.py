@@ -30,6 +30,7 @@ from pallas_kernels import (
     quantize_fp8,
     scatter_rows,
     select,
+    sinkhorn,
     sparse_attention,
     sparse_decode,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "require",
     "scatter_rows",
     "select",
+    "sinkhorn",
     "sparse_attention",
     "sparse_decode",
 ]

@@ -39,6 +39,7 @@ from pallas_kernels.records import (
     V41NVFP4,
 )
 from pallas_kernels.select import Selection, make_select_schedule, select
+from pallas_kernels.sinkhorn import sinkhorn
 from pallas_kernels.slots import positions_to_slots
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.sparse_decode import DecodeSchedule, combine, make_decode_schedule, sparse_decode
@@ -87,6 +88,7 @@ __all__ = [
     "scatter_rows",
     "select",
     "Selection",
+    "sinkhorn",
     "sparse_attention",
     "sparse_decode",
     "top_k",

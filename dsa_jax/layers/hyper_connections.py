@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from dsa_jax import ops
 from dsa_jax.layers.norm import inverse_rms
 from dsa_jax.numerics import Numerics, f32, matmul
 
@@ -49,14 +50,7 @@ def split_mixes(
     pre = jax.nn.sigmoid(values[..., :c] * scale[0] + base[:c]) + eps
     post = 2 * jax.nn.sigmoid(values[..., c : 2 * c] * scale[1] + base[c : 2 * c])
     comb = (values[..., 2 * c :] * scale[2] + base[2 * c :]).reshape(*values.shape[:-1], c, c)
-    comb = jax.nn.softmax(comb, axis=-1) + eps
-    comb = comb / (comb.sum(-2, keepdims=True) + eps)
-
-    def normalize(_, comb):
-        comb = comb / (comb.sum(-1, keepdims=True) + eps)
-        return comb / (comb.sum(-2, keepdims=True) + eps)
-
-    return pre, post, jax.lax.fori_loop(0, iterations - 1, normalize, comb)
+    return pre, post, ops.sinkhorn(comb, iterations=iterations, eps=eps)
 
 
 def head_mix(
