@@ -195,6 +195,15 @@ def test_queries_are_laid_out_for_the_tensor_cores(heads, width):
     np.testing.assert_array_equal(q_s.array.reshape(-1), expected.reshape(-1))
 
 
+def test_heads_are_copied():
+    rng = np.random.default_rng(9)
+    given = rng.standard_normal(48).astype(np.float32)
+    with emulator.emulated(lane_ops, lanes):
+        to = Memory(np.zeros(24, np.float32))
+        lanes.copy_heads(Memory(given), to, emulator.value(24))
+    np.testing.assert_array_equal(to.array, given[24:])
+
+
 @pytest.mark.parametrize("heads", [8, 24, 40, 64])
 def test_softmax_over_tokens(heads):
     """Three turns of two warpgroups: what scores are taken against, sums and probabilities of every head.

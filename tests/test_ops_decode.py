@@ -18,30 +18,30 @@ def int32(x):
     return jnp.asarray(x, jnp.int32)
 
 
-def covers(schedule, units):
-    """Checks that every unit of every row is in one segment, and that parts are numbered as `merged` says.
+def covers(schedule, blocks):
+    """Checks that every block of every row is in one segment, and that parts are numbered as `merged` says.
 
-    Returns the most units that a thread block has.
+    Returns the most blocks that a thread block has.
     """
-    segments, first = np.asarray(schedule.segments), np.asarray(schedule.first)
-    found = {row: [] for row in range(len(units))}
+    segments, first, starts = (np.asarray(x) for x in (schedule.segments, schedule.first, schedule.starts))
+    found = {row: [] for row in range(len(blocks))}
     loads = []
-    for begin, end in zip(first, first[1:]):
+    for (begin, end), start in zip(zip(first, first[1:]), starts, strict=True):
+        assert tuple(start[:2]) == (begin, end) and (begin == end or (start[2:6] == segments[begin]).all())
         loads.append(int((segments[begin:end, 2] - segments[begin:end, 1]).sum()))
         for row, start, stop, part in segments[begin:end]:
             found[row].append((start, stop, part))
-    merged = {row: (start, count) for row, start, count in np.asarray(schedule.merged)[: int(schedule.merged_count)]}
+    merged = np.asarray(schedule.merged)
     used = []
     for row, parts in found.items():
         parts = sorted(parts)
-        assert [p[0] for p in parts] == [0, *[p[1] for p in parts[:-1]]] and parts[-1][1] == units[row]
+        assert [p[0] for p in parts] == [0, *[p[1] for p in parts[:-1]]] and parts[-1][1] == blocks[row]
         if len(parts) == 1:
-            assert parts[0][2] == -1 and row not in merged
+            assert parts[0][2] == -1 and merged[row, 1] == 1
         else:
             numbers = [p[2] for p in parts]
-            assert merged[row] == (numbers[0], len(parts)) and numbers == list(
-                range(numbers[0], numbers[0] + len(parts))
-            )
+            assert tuple(merged[row]) == (numbers[0], len(parts)) and len(parts) <= schedule.most
+            assert numbers == list(range(numbers[0], numbers[0] + len(parts)))
             used += numbers
     assert sorted(used) == list(range(len(used))) and len(used) <= schedule.parts
     return max(loads)
@@ -50,21 +50,23 @@ def covers(schedule, units):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "batch, rows, heads, widths",
-    [(1, 1, 128, (2048,)), (32, 1, 64, (128, 512)), (128, 2, 128, (2048,)), (3, 1, 8, (20,))],
-)
-def test_every_unit_is_attended_to_once(batch, rows, heads, widths, way):
+    [
+        (1, 1, 128, (2048,)), (32, 1, 64, (128, 512)), (128, 2, 128, (2048,)), (3, 1, 8, (20,)), (80, 1, 64, (2048,)),
+    ],
+)  # fmt: skip
+def test_every_block_is_attended_to_once(batch, rows, heads, widths, way):
     schedule = make_decode_schedule(batch, rows, heads, widths, **WAYS[way])
     assert isinstance(schedule.segments, np.ndarray)  # made while tracing: a step does not pay for it
-    units = np.full(batch * rows, -(-sum(-(-w // 64) for w in widths) // 2))
-    longest = covers(schedule, units)
+    blocks = np.full(batch * rows, sum(-(-w // 64) for w in widths))
+    longest = covers(schedule, blocks)
     if way == "shares":
         threads = len(schedule.first) - 1
         assert threads == 132 // planning.head_groups(heads)
-        assert longest <= -(-units.sum() // threads) + 2
+        assert longest <= -(-blocks.sum() // threads) + 3
 
 
 @pytest.mark.parametrize("way, batch", [("shares", 5), ("shares", 200), ("fixed size", 32), ("fixed number", 32)])
-def test_every_unit_of_uneven_lists_is_attended_to_once(way, batch):
+def test_every_block_of_uneven_lists_is_attended_to_once(way, batch):
     rng = np.random.default_rng(batch)
     widths = (128, 512)
     lengths = [rng.integers(-3, width + 40, (batch, 1)) * (rng.random((batch, 1)) < 0.8) for width in widths]
@@ -72,7 +74,7 @@ def test_every_unit_of_uneven_lists_is_attended_to_once(way, batch):
         tuple(map(int32, lengths))
     )
     blocks = sum((np.clip(n, 0, w) + 63) // 64 for n, w in zip(lengths, widths))[:, 0]
-    covers(schedule, np.maximum((blocks + 1) // 2, 1))
+    covers(schedule, np.maximum(blocks, 1))
 
 
 @functools.cache

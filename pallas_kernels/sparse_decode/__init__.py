@@ -82,8 +82,8 @@ def make_decode_schedule(
 
     `widths` are the widths of the lists, `topk_lengths` as in sparse_decode; a schedule without lengths is made while
     tracing and costs a step nothing. split_size: parts of so many slots, cut and combined the same whatever the
-    batch. num_splits: so many parts of every row. Neither: equal shares for every multiprocessor, in which a row may
-    span several and one may serve several rows, or whole rows where those are done as early.
+    batch. num_splits: so many parts of every row. Neither: what is expected to be done first of whole rows, rows in
+    equal parts, one for every multiprocessor, and equal shares in which one may serve several rows.
     """
     lengths = (None,) * len(widths) if topk_lengths is None else topk_lengths
     if len(lengths) != len(widths):

@@ -83,6 +83,28 @@ def load_queries(q_ref, q_s, first, wg, warpgroups: int):
     load(q_ref, q_s, first, wg)
 
 
+def copy_heads(ref, to, first):
+    """Starts copying elements first .. of ref (float32, flat, device memory) to `to`, float32 [heads], by a warpgroup.
+
+    By cp.async: they are there with the rows that the same threads copy next.
+    """
+    heads = to.shape[0]
+
+    def twin(ref, to, first):
+        to[...] = ref[pl.ds(first, heads)]
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), twin=twin)
+    def copy(_, ref, to, first):
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        head = arith.remui(own_thread(), i32(heads))
+        source = utils.getelementptr(mosaic.global_pointer(ref), [arith.addi(mosaic.scalar(first), head)], f32)
+        to = utils.getelementptr(utils.memref_ptr(to), [head], f32)
+        addresses = [llvm.ptrtoint(i32_type(), to), llvm.ptrtoint(i64, source)]
+        asm("cp.async.ca.shared.global [$0], [$1], 4;", "r,l,~{memory}", addresses)
+
+    copy(ref, to, first)
+
+
 def scores(products, factor, bias_ref):
     """products [64 tokens, heads] times `factor` (float32 scalar) plus bias_ref (float32 [64])."""
 

@@ -1,8 +1,9 @@
-"""Parts of rows combined into rows, in place, on Hopper and Blackwell: one warpgroup per head of a row."""
+"""Parts of rows combined into rows, in place, on Hopper and Blackwell: one warpgroup for some heads of a row."""
 
 import functools
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -10,41 +11,42 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention.online_softmax import START
 
-_TOGETHER = 8  # parts that are read at once
+_TOGETHER = 16  # parts that are read at once, at most
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def combine(out, lse, outs, lses, sink, schedule):
     """`out` [T * H, V] and `lse` [T * H] with the rows in parts filled in from outs [P * H, V] and lses [P * H].
 
-    outs are normalised, float32; lses natural logarithms, -inf for a part that had nothing. The sink [H] enters here.
+    outs are normalised, float32; lses natural logarithms, -inf for a part that had nothing. The sink [H] enters here;
+    None for none.
     """
-    heads, values = sink.shape[0], out.shape[1]
+    rows, values = schedule.merged.shape[0], out.shape[1]
+    heads = out.shape[0] // rows
     layout = plgpu.Layout.WG_STRIDED((values,), vec_size=values // 128)
-    threads = 1 if mosaic.is_interpreted() else 8 * mosaic.CORES
+    # Few trips to memory one after the other, so a thread block has one row; and no more of them than run at once.
+    wave = 8 if mosaic.is_interpreted() else 8 * mosaic.CORES
+    blocks = next(n for n in range(heads, 0, -1) if heads % n == 0 and (rows * n <= wave or n == 1))
+    own = heads // blocks
+    together = min(_TOGETHER, schedule.most)
+    at_once = 2 if own % 2 == 0 and together <= 4 else 1  # heads
 
-    def body(outs_ref, lses_ref, sink_ref, merged_ref, count_ref, out_ref, lse_ref):
-        block = lax.axis_index("block")
-        last = merged_ref.shape[0] * heads - 1
+    def body(outs_ref, lses_ref, merged_ref, *refs):
+        *sink_refs, out_ref, lse_ref = refs
+        row, block = lax.axis_index("row"), lax.axis_index("block")
+        first, count = merged_ref[row, 0], merged_ref[row, 1]
 
-        def place(i):
-            """Row, first part and number of parts of an item, which there may be none of."""
-            entry = jnp.minimum(block + i * threads, last) // heads
-            return tuple(merged_ref[entry, k] for k in range(3))
-
-        def item(i, state):
-            row, first, count = state
-            head = lax.rem(block + i * threads, heads)
-            sink = sink_ref[head]
+        def combined(head):
+            sinks = [ref[head] for ref in sink_refs]
 
             def add(turn, state):
                 acc, total, before = state
-                index = [turn * _TOGETHER + k for k in range(_TOGETHER)]
+                index = [turn * together + k for k in range(together)]
                 at = [(first + jnp.minimum(k, count - 1)) * heads + head for k in index]
                 found = [plgpu.load(outs_ref.at[k], layout=layout) for k in at]
-                own = [lses_ref[k] for k in at]
-                high = functools.reduce(jnp.maximum, own, before)
-                weights = [jnp.where(k < count, jnp.exp(x - high), 0.0) for k, x in zip(index, own)]
+                parts = [lses_ref[k] for k in at]
+                high = functools.reduce(jnp.maximum, parts, before)
+                weights = [jnp.where(k < count, jnp.exp(x - high), 0.0) for k, x in zip(index, parts)]
                 shrink = jnp.exp(before - high)
                 acc, total = acc * shrink, total * shrink
                 for value, weight in zip(found, weights):
@@ -52,23 +54,32 @@ def combine(out, lse, outs, lses, sink, schedule):
                 return acc, total, high
 
             zero = plgpu.layout_cast(jnp.zeros((values,), jnp.float32), layout)
-            rounds = (count + _TOGETHER - 1) // _TOGETHER
-            acc, total, high = lax.fori_loop(0, rounds, add, (zero, jnp.float32(0), jnp.float32(START)))
+            state = zero, jnp.float32(0), jnp.float32(START)
+            if schedule.most <= together:
+                acc, total, high = add(0, state)
+            else:
+                acc, total, high = lax.fori_loop(0, (count + together - 1) // together, add, state)
             nothing = total == 0
-            factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp(sink - high)))
-            out_ref[row * heads + head] = (acc * factor).astype(out_ref.dtype)
-            lse_ref[row * heads + head] = jnp.where(nothing, -jnp.inf, high + jnp.log(jnp.where(nothing, 1.0, total)))
-            return place(i + 1)
+            weight = total + sum(jnp.exp(x - high) for x in sinks)
+            factor = jnp.where(nothing, 0.0, 1 / weight)
+            lse = jnp.where(nothing, -jnp.inf, high + jnp.log(jnp.where(nothing, 1.0, total)))
+            return (acc * factor).astype(out_ref.dtype), lse
 
-        first = place(0)  # while it is looked up how many there are
-        items = count_ref[0] * heads
-        lax.fori_loop(0, (items - block + threads - 1) // threads, item, first)
+        def combine_some(i, _):
+            some = [block * own + at_once * i + k for k in range(at_once)]
+            for head, (out, lse) in zip(some, [combined(head) for head in some]):  # all are read before one is stored
+                out_ref[row * heads + head] = out
+                lse_ref[row * heads + head] = lse
+
+        @pl.when(count > 1)
+        def _():
+            lax.fori_loop(0, own // at_once, combine_some, None)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
-        grid=(threads,),
-        grid_names=("block",),
+        grid=(rows, blocks),
+        grid_names=("row", "block"),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(outs, lses, sink, schedule.merged, schedule.merged_count[None], out_box, lse_box)
+    )(outs, lses, schedule.merged, *([] if sink is None else [sink]), out_box, lse_box)
     return out_box[...], lse_box[...]

@@ -62,8 +62,8 @@ def _attend_parts(q, caches, lists, *, topk_lengths, sink, scale, v_width, num_s
         q_of, lists_of, lengths_of, starts_of = jax.tree.map(take, (q, lists, lengths, starts))
         sources = []
         for start, (gather, slots, valid) in zip(starts_of, _sources(q_of, caches, lists_of, lengths_of)):
-            unit = (start[:, None] + jnp.arange(slots.shape[1]) // planning.BLOCK) // 2
-            here = (unit >= begin[:, None]) & (unit < end[:, None]) & (row < total_rows)[:, None]
+            number = start[:, None] + jnp.arange(slots.shape[1]) // planning.BLOCK
+            here = (number >= begin[:, None]) & (number < end[:, None]) & (row < total_rows)[:, None]
             sources.append((gather, slots, valid & here))
         acc, total, high = online_softmax.attend(q_of, sources, scale=scale, v_width=v_width, p_dtype=p_dtype)
         return online_softmax.finish(acc[0], total[0], high[0], None, jnp.float32)

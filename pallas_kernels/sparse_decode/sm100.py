@@ -63,7 +63,7 @@ def sparse_decode(
 
 
 @functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype"))
-def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype):
+def _attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype):
     """As `sm90.attend`."""
     total, width = q.shape[0] // heads, q.shape[1]
     groups, used = -(-heads // HEADS), min(heads, HEADS)
@@ -103,19 +103,24 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
     if interpreted:
         scratch |= dict(decoded_s=plgpu.SMEM((BLOCK, width), bf16))
 
+    arguments = sm90.Arguments(
+        [cache.pages for cache in caches], [each.reshape(-1) for each in lists], lengths,
+        None if sink is None else jnp.pad(sink, (0, aligned - heads)), schedule.segments,
+    )  # fmt: skip
+
     def body(q_ref, *refs, **scratch_refs):
-        page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
-        sink_ref, segment_ref, out_ref, lse_ref, part_ref, part_lse_ref = refs[3 * many :]
+        (page_refs, list_refs, length_refs, sink_ref, segment_ref), refs = arguments.split(refs)
+        out_ref, lse_ref, part_ref, part_lse_ref = refs
         s = _Scratch(**scratch_refs)
         copied = CopyBarriers(s.copied, 2)
         wg = lax.axis_index("wg")
         segment, group = lax.axis_index("segment"), lax.axis_index("group")
         there = segment_ref[segment, 0] < total
         row, part = jnp.minimum(segment_ref[segment, 0], total - 1), segment_ref[segment, 3]
-        seen = [jnp.clip(ref[row], 0, k) for ref, k in zip(count_refs, widths)]
+        seen = [k if ref is None else jnp.clip(ref[row], 0, k) for ref, k in zip(length_refs, widths)]
         tiles = [(n + BLOCK - 1) // BLOCK for n in seen]
-        begin = 2 * segment_ref[segment, 1]
-        stop = jnp.minimum(2 * segment_ref[segment, 2], sum(tiles))
+        begin = segment_ref[segment, 1]
+        stop = jnp.minimum(segment_ref[segment, 2], sum(tiles))
         steps = jnp.maximum(stop - begin, 1)  # an empty part is one block of nothing
         first_block = begin
 
@@ -212,11 +217,13 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
             start = plgpu.layout_cast(jnp.full((HEADS,), START, f32), _PER_HEAD)
             zero = plgpu.layout_cast(jnp.zeros((HEADS,), f32), _PER_HEAD)
             high, sums = lax.fori_loop(0, steps, step, (start, zero))
-            sinks = plgpu.load(sink_ref.at[pl.ds(group * HEADS, HEADS)], layout=_PER_HEAD, optimized=False)
-            sinks = jnp.where(part < 0, sinks * _LOG2E, -jnp.inf)
+            weight = sums
+            if sink_ref is not None:
+                sinks = plgpu.load(sink_ref.at[pl.ds(group * HEADS, HEADS)], layout=_PER_HEAD, optimized=False)
+                weight = sums + jnp.exp2(jnp.where(part < 0, sinks * _LOG2E, -jnp.inf) - high)
             nothing = sums == 0
             plgpu.barrier_wait(s.added)  # the last factor has been used
-            s.factor_s[...] = jnp.where(nothing, 0.0, 1.0 / (sums + jnp.exp2(sinks - high)))
+            s.factor_s[...] = jnp.where(nothing, 0.0, 1.0 / weight)
             plgpu.barrier_arrive(s.factor_ready)
             lse = jnp.where(nothing, -jnp.inf, high / _LOG2E + jnp.log(jnp.where(nothing, 1.0, sums)))
             head = pl.ds(group * HEADS, HEADS)
@@ -315,10 +322,7 @@ def _attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
         ),
-    )(
-        q, *[cache.pages for cache in caches], *[each.reshape(-1) for each in lists], *counts,
-        jnp.pad(sink, (0, aligned - heads)), schedule.segments,
-    )  # fmt: skip
+    )(q, *arguments.given)
     out, lse = out[:, :heads].reshape(total * heads, VALUES), lse[:, :heads].reshape(-1)
     if schedule.parts:
         outs, lses = outs[:, :heads].reshape(-1, VALUES), lses[:, :heads].reshape(-1)

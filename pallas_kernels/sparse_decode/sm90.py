@@ -93,14 +93,10 @@ def decode(attend, q, caches, lists, *, topk_lengths, sink, scale, num_splits, s
     if schedule is None:
         widths = tuple(each.shape[2] for each in lists)
         schedule = planning.make_schedule(widths, flat, total, heads, split_size, num_splits)
-    counts = tuple(
-        jnp.full(total, each.shape[2], jnp.int32) if length is None else jnp.clip(length, 0, each.shape[2])
-        for each, length in zip(lists, flat)
-    )
-    sink = jnp.full(heads, -jnp.inf, jnp.float32) if sink is None else sink.astype(jnp.float32)
     out, lse = attend(
-        q.reshape(total * heads, width), caches, tuple(each.reshape(total, -1) for each in lists), counts, sink,
-        schedule, scale=float(scale), heads=heads, out_dtype=jnp.dtype(out_dtype),
+        q.reshape(total * heads, width), caches, tuple(each.reshape(total, -1) for each in lists), tuple(flat),
+        None if sink is None else sink.astype(jnp.float32), schedule, scale=float(scale), heads=heads,
+        out_dtype=jnp.dtype(out_dtype),
     )  # fmt: skip
     return out.reshape(batch, per_request, heads, VALUES), lse.reshape(batch, per_request, heads)
 
@@ -138,13 +134,29 @@ def stages_of(heads, width, layouts):
     row_bytes = max(layout.stride for layout in layouts)
     groups = max(layout.groups for layout in layouts)
     each = BLOCK * (row_bytes + 2 * groups + 4) + 16
-    fixed = heads * (2 * width + WARPGROUPS * (2 * BLOCK + 16) + 24)
+    fixed = heads * (2 * width + WARPGROUPS * (2 * BLOCK + 16) + 28)
     return min(CONFIG.stages, (_SHARED - fixed) // each)
 
 
+class Arguments:
+    """Trees of arguments of which some leaves may be None: the `given` ones, and references in their place."""
+
+    def __init__(self, *trees):
+        self.given, self._tree = jax.tree.flatten(trees)
+
+    def split(self, refs):
+        """The trees with the first references in place of the arguments, and the other references."""
+        count = len(self.given)
+        return jax.tree.unflatten(self._tree, refs[:count]), refs[count:]
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "heads", "out_dtype"))
-def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype):
-    """q [T * H, D], lists [T, K] and counts [T] of each cache, sink [H] -> out [T * H, 512], lse [T * H]."""
+def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype):
+    """q [T * H, D], lists [T, K] and lengths [T] of each cache, sink [H] -> out [T * H, 512], lse [T * H].
+
+    Any of the lengths and the sink may be None, and is then nothing that is read: an array that only says so would
+    take a kernel of its own to make, in front of every call.
+    """
     total, width = q.shape[0] // heads, q.shape[1]
     threads = schedule.first.shape[0] - 1
     many = len(caches)
@@ -166,6 +178,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         "p": plgpu.SMEM((WARPGROUPS, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
         "high": lanes.Maxima.scratch(used, WARPGROUPS),
         "sums": plgpu.SMEM((4 * WARPGROUPS, used), jnp.float32),
+        "sink": plgpu.SMEM((used,), jnp.float32),
         "full": copy_barriers(stages),
         "prepared": plgpu.Barrier(num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -180,26 +193,39 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         scratch["k"] = plgpu.SMEM((WARPGROUPS, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
         scratch["v"] = plgpu.SMEM((WARPGROUPS, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
 
+    arguments = Arguments(
+        [cache.pages for cache in caches], [each.reshape(-1) for each in lists], lengths, sink,
+        schedule.segments, schedule.starts,
+    )  # fmt: skip
+
     def body(q_ref, *refs):
-        page_refs, list_refs, count_refs = refs[:many], refs[many : 2 * many], refs[2 * many : 3 * many]
-        sink_ref, segment_ref, first_ref, out_ref, lse_ref, part_ref, part_lse_ref, *scratch_refs = refs[3 * many :]
+        (page_refs, list_refs, length_refs, sink_ref, segment_ref, start_ref), refs = arguments.split(refs)
+        out_ref, lse_ref, part_ref, part_lse_ref, *scratch_refs = refs
         at = dict(zip(scratch, scratch_refs))
         full = CopyBarriers(at["full"], stages)
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
         head = lax.axis_index("group") * used
 
         def every_segment(step, state):
-            return lax.fori_loop(first_ref[thread], first_ref[thread + 1], step, state)
+            """step(segment, state) for all of this thread block; the next one is looked up during a step."""
+            first, last, *own = [start_ref[thread, k] for k in range(6)]
+            final = segment_ref.shape[0] - 1
 
-        def place(i):
+            def advance(i, state):
+                own, state = state
+                following = [segment_ref[jnp.minimum(i + 1, final), k] for k in range(4)]
+                return following, step(own, state)
+
+            return lax.fori_loop(first, last, advance, (own, state))[1]
+
+        def place(segment):
             """Row, number of the part, entries and blocks of the lists that count, and the blocks begin .. end - 1, of
             which those from stop on are none: an empty part is one block of nothing."""
-            row = segment_ref[i, 0]
-            seen = [jnp.clip(ref[row], 0, k) for ref, k in zip(count_refs, widths)]
+            row, begin, end, part = segment
+            seen = [k if ref is None else jnp.clip(ref[row], 0, k) for ref, k in zip(length_refs, widths)]
             tiles = [(n + BLOCK - 1) // BLOCK for n in seen]
-            begin = 2 * segment_ref[i, 1]
-            stop = jnp.minimum(2 * segment_ref[i, 2], sum(tiles))
-            return row, segment_ref[i, 3], seen, tiles, begin, stop, jnp.maximum(stop, begin + 1)
+            stop = jnp.minimum(end, sum(tiles))
+            return row, part, seen, tiles, begin, stop, jnp.maximum(stop, begin + 1)
 
         def list_of(block, tiles):
             return jnp.int32(0) if many == 1 else jnp.where(block < tiles[0], 0, 1)
@@ -224,8 +250,8 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                 scaling.prepare(*stored(slot), which, layouts)
                 plgpu.barrier_arrive(at["prepared"].at[slot])
 
-            def segment(i, state):
-                row, _, seen, tiles, begin, stop, end = place(i)
+            def segment(own, state):
+                row, _, seen, tiles, begin, stop, end = place(own)
 
                 def look_up(block):
                     which = list_of(block, tiles)
@@ -263,6 +289,8 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
                 return lax.fori_loop(begin, end, fill, (*look_up(begin), *state))[2:]
 
+            if sink_ref is not None:  # here, so that no output has to wait for it
+                lanes.copy_heads(sink_ref, at["sink"], head)
             position, last = every_segment(segment, (jnp.int32(0), jnp.int32(0)))
             pl.when(position > 0)(lambda: prepare(position - 1, last))
 
@@ -358,9 +386,9 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
                     accs = lax.fori_loop(0, once, lambda _, accs, way=way: products(way, accs), accs)
                 return accs
 
-            def segment(i, state):
+            def segment(own, state):
                 position, turn = state
-                row, part, _, tiles, begin, _, end = place(i)
+                row, part, _, tiles, begin, _, end = place(own)
                 lanes.load_queries(q_ref, at["q"].at[0], row * heads + head, wg, WARPGROUPS)
                 pl.when(wg == 0)(functools.partial(maxima.reset, turn))
                 mosaic.fence_proxies()
@@ -409,10 +437,11 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
 
             def finish(row, part, accs, high, total):
                 whole = part < 0
-                sinks = plgpu.load(sink_ref.at[pl.ds(head, used)], layout=PER_HEAD, optimized=False)
-                sinks = jnp.where(whole, sinks * _LOG2E, -jnp.inf)
-                nothing = total == 0
-                factor = jnp.where(nothing, 0.0, 1 / (total + jnp.exp2(sinks - high)))
+                nothing, weight = total == 0, total
+                if sink_ref is not None:
+                    sinks = plgpu.load(at["sink"], layout=PER_HEAD)
+                    weight = total + jnp.exp2(jnp.where(whole, sinks * _LOG2E, -jnp.inf) - high)
+                factor = jnp.where(nothing, 0.0, 1 / weight)
                 lse = jnp.where(nothing, -jnp.inf, high / _LOG2E + jnp.log(jnp.where(nothing, 1.0, total)))
                 accs = [acc * lax.broadcast_in_dim(factor, acc.shape, [1]) for acc in accs]
 
@@ -453,10 +482,7 @@ def attend(q, caches, lists, counts, sink, schedule, *, scale, heads, out_dtype)
         thread_name="wg",
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(
-        q, *[cache.pages for cache in caches], *[each.reshape(-1) for each in lists], *counts, sink,
-        schedule.segments, schedule.first,
-    )  # fmt: skip
+    )(q, *arguments.given)
     if schedule.parts:
         out, lse = merge.combine(out, lse, outs, lses, sink, schedule)
     return out, lse
