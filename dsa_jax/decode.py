@@ -26,7 +26,6 @@ from dsa_jax.sampling import Sampling
 from dsa_jax.tap import Tap
 
 SMALLEST_CHUNK = 16
-LARGEST_CHUNK = 512
 
 HostOrDevice = np.ndarray | Array
 Cache = Any
@@ -191,8 +190,7 @@ class LanguageModel:
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends one list of tokens to each request of `cache`. Returns the logits after the last token of each.
 
-        Tokens are processed `chunk` at a time (default: the next power of two of the longest prompt, 16 to 512); the
-        result does not depend on it. An empty prompt leaves its request as it is (its logits are 0).
+        Tokens are processed `chunk` at a time (default: as `default_chunk` says); the result does not depend on it. An empty prompt leaves its request as it is (its logits are 0).
         ValueError: a number of prompts other than the cache's requests, a token id outside the vocabulary, an image id
         without embeddings or the other way round, more tokens than the cache has room for.
         """
@@ -201,7 +199,7 @@ class LanguageModel:
         self._check(cache, prompts, images)
         longest = max((len(p) for p in prompts), default=0)
         if chunk is None:
-            chunk = default_chunk(longest)
+            chunk = default_chunk(self, longest, self.capacity(cache), len(prompts))
         if chunk < 1:
             raise ValueError(f"chunk={chunk} must be at least 1 token.")
         logits = jnp.zeros((len(prompts), self.config.vocab_size), jnp.float32)
@@ -343,9 +341,7 @@ def stream(
         raise ValueError(f"Prompts {empty} are empty: give at least one token, such as the begin-of-sequence id.")
     batch, longest = len(prompts), max(len(p) for p in prompts)
     context = longest + max_new_tokens
-    at_once = max(1, batch // lm.groups)  # on a device
-    budget = chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES, at_once)
-    rows = max(1, min(default_chunk(longest), budget // at_once))
+    rows = default_chunk(lm, longest, context, batch)
     sampling = Sampling.of(batch) if sampling is None else sampling
     if lm.groups > 1:
         yield from _stream_in_groups(lm, prompts, max_new_tokens, rows, sampling, stop_ids, every, images, drafts)
@@ -391,9 +387,16 @@ def _stream_in_groups(
         yield new
 
 
-def default_chunk(longest: int) -> int:
-    """Tokens of a chunk for prompts of up to `longest` tokens: the next power of two, 16 to 512."""
-    return min(max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length() if longest else 1), LARGEST_CHUNK)
+def default_chunk(lm: LanguageModel, longest: int, context: int, requests: int) -> int:
+    """Tokens of a chunk of each of `requests` requests with prompts of up to `longest` tokens: the next power of two, 16 at
+    least, and no more than DEFAULT_PREFILL_BYTES of temporaries allow at `context` tokens of context.
+
+    The more, the faster: every chunk reads the weights, and dequantises those of the experts that it uses. ValueError where
+    not even one fits.
+    """
+    at_once = max(1, requests // lm.groups)  # on a device
+    wanted = max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length() if longest else 1)
+    return max(1, min(wanted, chunk_of_budget(lm.config, context, DEFAULT_PREFILL_BYTES, at_once) // at_once))
 
 
 def generate(lm: LanguageModel, prompts: Sequence[Tokens], max_new_tokens: int, **options) -> list[list[int]]:
