@@ -21,6 +21,7 @@ from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
+from dsa_jax.layers.per_head import per_head
 from dsa_jax.layers.rope import apply_rope, rope_angles
 from dsa_jax.layers.token_indexer import TokenIndexer
 from dsa_jax.numerics import Numerics, f32
@@ -162,11 +163,3 @@ def product(a: Float[Array, "B S i"], b: Float[Array, "B _ _"], axis: int) -> Fl
     return lax.dot_general(
         a, b, (((2,), (axis,)), ((0,), (0,))), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )
-
-
-def per_head(x: Float[Array, "B S H i"], weight: Float[Array, "H _ _"], axis: int, numerics: Numerics) -> Array:
-    """x[.., h, :] times each head's matrix, contracted over `axis` of it; float32 sums, rounded once."""
-    product = lax.dot_general(
-        x, weight, (((3,), (axis,)), ((2,), (0,))), precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
-    )
-    return numerics.round(jnp.moveaxis(product, 0, 2))
