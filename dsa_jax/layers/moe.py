@@ -109,6 +109,30 @@ def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
     return tile, min(pairs, experts if tile >= tokens else experts + pairs // tile)
 
 
+def tiles_of_pairs(
+    by_expert: Int32[Array, " P"], experts: int, tile: int, tiles: int
+) -> tuple[Int32[Array, " tiles"], Int32[Array, "tiles tile"]]:
+    """Pairs in ascending order of their experts, `experts` for none, cut into tiles: the expert of each tile and the places
+    of its pairs in that order, -1 for none.
+
+    Tiles that hold no pair repeat the last expert in use, whose weights are then likely still in the L2 cache.
+    """
+    number = jnp.arange(tiles, dtype=jnp.int32)
+    if tile == 1:
+        held = jnp.sum(by_expert < experts, dtype=jnp.int32)
+        expert = by_expert[jnp.minimum(number, jnp.maximum(held - 1, 0))]
+        return jnp.minimum(expert, experts - 1), jnp.where(number < held, number, -1)[:, None]
+    ids = jnp.arange(experts, dtype=jnp.int32)
+    starts, ends = (jnp.searchsorted(by_expert, ids, side=side, method="compare_all") for side in ("left", "right"))
+    tiles_of = -((starts - ends) // tile)
+    last_tile = jnp.cumsum(tiles_of)
+    used = jnp.minimum(number, last_tile[-1] - 1)
+    expert = jnp.minimum(jnp.searchsorted(last_tile, used, side="right", method="compare_all"), experts - 1)
+    first = starts[expert] + (number - (last_tile - tiles_of)[expert]) * tile
+    place = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
+    return expert, jnp.where(place < ends[expert][:, None], place, -1)
+
+
 class Experts(nnx.Module):
     """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down); inputs in FP8 groups of `group`."""
 
@@ -161,19 +185,9 @@ class Experts(nnx.Module):
         at_once = -(-tiles // iterations)
 
         expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
-        order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
-        sizes = jnp.bincount(expert_of, length=E).astype(jnp.int32)
-        ends = jnp.cumsum(sizes)
-        tiles_of = -(-sizes // tile)
-        last_tile = jnp.cumsum(tiles_of)
-
-        number = jnp.arange(iterations * at_once, dtype=jnp.int32)
-        # Tiles that hold no pair repeat the last expert in use, whose weights are then likely still in the L2 cache.
-        used = jnp.minimum(number, last_tile[-1] - 1)
-        expert = jnp.minimum(jnp.searchsorted(last_tile, used, side="right", method="compare_all"), E - 1)
-        first = (ends - sizes)[expert] + (number - (last_tile - tiles_of)[expert]) * tile
-        place = first[:, None] + jnp.arange(tile)
-        pair = jnp.where(place < ends[expert][:, None], ops.gather_rows(order, place), -1)
+        by_expert, order = lax.sort((expert_of, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
+        expert, place = tiles_of_pairs(by_expert, E, tile, iterations * at_once)
+        pair = jnp.where(place < 0, -1, ops.gather_rows(order, place))
 
         def one_batch(pairs_out, batch):
             expert, pair = batch
