@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import on_chip
 import pytest
 import tolerances
 from conftest import read_golden
@@ -15,7 +16,7 @@ GOLDEN = read_golden("v41/ops/hc_sinkhorn")
 CARRIED = sorted({name.rpartition(".")[0] for name in GOLDEN if name.startswith(("hc2", "hc4"))})
 
 
-@pytest.mark.parametrize("implementation", ["reference", "interpret_sm90", "interpret_sm100"])
+@pytest.mark.parametrize("implementation", ["reference", on_chip.implementation("sm90"), "interpret_sm100"])
 @pytest.mark.parametrize("name", CARRIED)
 def test_golden(name, implementation):
     copies, iterations, eps = name.split("_")
@@ -30,9 +31,9 @@ def test_golden(name, implementation):
 
 def test_more_matrices_than_threads_and_none():
     logits = jax.random.normal(jax.random.key(0), (200, 4, 4)) * jnp.linspace(0, 8, 200)[:, None, None]
-    found = pallas_kernels.sinkhorn(logits, iterations=20, eps=1e-6, implementation="interpret_sm90")
+    found = pallas_kernels.sinkhorn(logits, iterations=20, eps=1e-6, implementation=on_chip.implementation("sm90"))
     assert cases.error(found, logits) < tolerances.of("model.hc")
-    none = pallas_kernels.sinkhorn(logits[:0], iterations=20, eps=1e-6, implementation="interpret_sm90")
+    none = pallas_kernels.sinkhorn(logits[:0], iterations=20, eps=1e-6, implementation=on_chip.implementation("sm90"))
     assert none.shape == (0, 4, 4)
 
 
@@ -40,7 +41,7 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="square"):
         pallas_kernels.sinkhorn(jnp.zeros((2, 3, 4)), iterations=1, eps=0.0)
     with pytest.raises(NotImplementedError, match="8 x 8"):
-        pallas_kernels.sinkhorn(jnp.zeros((1, 8, 8)), iterations=1, eps=0.0, implementation="interpret_sm90")
+        pallas_kernels.sinkhorn(jnp.zeros((1, 8, 8)), iterations=1, eps=0.0, implementation=on_chip.implementation("sm90"))
 
 
 @pytest.mark.skipif(aot.missing() is not None, reason=aot.missing() or "")
