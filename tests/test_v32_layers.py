@@ -14,19 +14,21 @@ from conftest import read_golden
 from flax import nnx
 from test_attention import Unquantized
 from test_layers import MODULE_MODES, compare, compare_ulp
+from test_v32_config import RELEASED
 from tiny_v32 import CHECKPOINT, tiny_config
 
 from dsa_jax.cache.latent import new_latent_cache
 from dsa_jax.config import load_config
-from dsa_jax.config_v32 import V32Yarn
+from dsa_jax.config_v32 import V32Config, V32Yarn
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layer_plan_v32 import latent_plan
-from dsa_jax.layers import rope
+from dsa_jax.layers import rope, token_indexer
 from dsa_jax.layers.grouped_moe import QuantizedExperts, route_in_groups
 from dsa_jax.layers.hadamard import hadamard
 from dsa_jax.layers.latent_attention import LatentAttention
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import LayerNorm
+from dsa_jax.loading import abstract_model
 from dsa_jax.numerics import BF16, F32, matmul
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
@@ -418,6 +420,28 @@ def test_expanded_attention_is_the_references_prefill(mode):
         gaps[form] = np.linalg.norm(out - wanted)
     if mode == "bf16":
         assert gaps[Expanding] < gaps[LatentAttention]
+
+
+@pytest.mark.parametrize("total", [1, 3, 8, 20])
+def test_unscored_tokens_are_those_that_scores_choose(total, monkeypatch):
+    """Steps of no more than k tokens, and of more; few rows are always scored."""
+    (scored,), _ = run_mla("f32", [], total)
+    monkeypatch.setattr(token_indexer, "ROWS_TO_SKIP", 1)
+    (unscored,), _ = run_mla("f32", [], total, mla_runner.__wrapped__)
+    assert np.array_equal(scored[3]["selected"], unscored[3]["selected"])
+
+
+@pytest.mark.parametrize(("rows", "asks"), [(1, False), (4, False), (512, True)])
+def test_a_decode_step_never_asks_the_host(rows, asks):
+    config = V32Config.from_dict(RELEASED | {"num_hidden_layers": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0})
+    graphdef, state = nnx.split(abstract_model(config))
+
+    def forward(state, tokens):
+        cache = new_latent_cache(config, BF16, 1, 4096)
+        return nnx.merge(graphdef, state)(cache, tokens, jnp.ones(1, jnp.int32), BF16)[0]
+
+    program = str(jax.make_jaxpr(forward)(state, jax.ShapeDtypeStruct((1, rows), jnp.int32)))
+    assert ("cond[" in program) == asks
 
 
 def test_a_row_that_sees_nothing_gives_zeros_in_the_expanded_form():
