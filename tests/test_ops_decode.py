@@ -59,6 +59,12 @@ def test_every_block_is_attended_to_once(batch, rows, heads, widths, way):
     assert isinstance(schedule.segments, np.ndarray)  # made while tracing: a step does not pay for it
     blocks = np.full(batch * rows, sum(-(-w // 64) for w in widths))
     longest = covers(schedule, blocks)
+    if even := schedule.even:
+        segments, threads = np.asarray(schedule.segments), len(schedule.first) - 1
+        row, begin, end = even.segment(np.arange(len(segments)))
+        np.testing.assert_array_equal(segments[:, :3].T, (row, begin, np.minimum(end, blocks[0])))
+        np.testing.assert_array_equal(schedule.first, even.share(np.arange(threads + 1), threads))
+        assert (schedule.merged[:, 1] == even.parts).all() and (even.parts == 1 or (segments[:, 3] >= 0).all())
     if way == "shares":
         threads = len(schedule.first) - 1
         assert threads == 132 // planning.head_groups(heads)

@@ -49,6 +49,21 @@ def fresh_zero():
     return zero()
 
 
+def opaque(x):
+    """A scalar int32 of which the compiler does not know how it came about, and so does not compute it again."""
+
+    @mosaic.lane_code(
+        arg_types=(SCALAR,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        twin=lambda x: x,
+    )
+    def same(_, x):
+        register = np.array(asm("mov.u32 $0, $1;", "=r,r", [mosaic.scalar(x)], i32_type()), dtype=object)
+        return mgpu.FragmentedArray(_registers=register, _layout=SCALAR.to_mgpu(), _is_signed=True)
+
+    return same(x)
+
+
 def pair_type():
     """Two bf16 numbers."""
     return ir.VectorType.get((2,), ir.BF16Type.get())

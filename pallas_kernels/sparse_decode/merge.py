@@ -29,12 +29,17 @@ def combine(out, lse, outs, lses, sink, schedule):
     blocks = next(n for n in range(heads, 0, -1) if heads % n == 0 and (rows * n <= wave or n == 1))
     own = heads // blocks
     together = min(_TOGETHER, schedule.most)
+    even = schedule.even
     at_once = 2 if own % 2 == 0 and together <= 4 else 1  # heads
 
-    def body(outs_ref, lses_ref, merged_ref, *refs):
-        *sink_refs, out_ref, lse_ref = refs
+    def body(outs_ref, lses_ref, *refs):
+        *given, out_ref, lse_ref = refs
         row, block = lax.axis_index("row"), lax.axis_index("block")
-        first, count = merged_ref[row, 0], merged_ref[row, 1]
+        if even:
+            first, count, sink_refs = row * even.parts, even.parts, given
+        else:
+            merged_ref, *sink_refs = given
+            first, count = merged_ref[row, 0], merged_ref[row, 1]
 
         def combined(head):
             sinks = [ref[head] for ref in sink_refs]
@@ -75,11 +80,12 @@ def combine(out, lse, outs, lses, sink, schedule):
         def _():
             lax.fori_loop(0, own // at_once, combine_some, None)
 
+    given = ([] if even else [schedule.merged]) + ([] if sink is None else [sink])
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         body,
         grid=(rows, blocks),
         grid_names=("row", "block"),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(outs, lses, schedule.merged, *([] if sink is None else [sink]), out_box, lse_box)
+    )(outs, lses, *given, out_box, lse_box)
     return out_box[...], lse_box[...]

@@ -17,6 +17,27 @@ HEADS = 64  # heads of a thread block at most
 _SPLIT_COST, _SEGMENT_COST = 2, 1
 
 
+@dataclasses.dataclass(frozen=True)
+class Even:
+    """Rows of the same number of blocks, each in the same parts: of `size` blocks, or (None) as equal as can be."""
+
+    rows: int
+    blocks: int
+    parts: int
+    size: int | None = None
+
+    def share(self, thread, threads: int):
+        """The first segment of a thread block, of so many; that of the next one is where its own end."""
+        return thread * (self.rows * self.parts) // threads
+
+    def segment(self, i):
+        """Row, first block and end, perhaps beyond the last block, of segment i, a number or an array of them."""
+        row, number = i // self.parts, i % self.parts
+        if self.size is None:
+            return row, number * self.blocks // self.parts, (number + 1) * self.blocks // self.parts
+        return row, number * self.size, (number + 1) * self.size
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeSchedule:
@@ -28,6 +49,7 @@ class DecodeSchedule:
     int32 [threads, 8], of every thread block its first segment's number, that behind its last, and the first itself
     (and two that fill 32 bytes), so that it is known in one trip to memory. merged: int32 [T, 2], of every row its
     first part and their number, 1 for a row that is whole. parts: the most parts that there can be; most: of one row.
+    even: what says all of this without any array, or None where rows or their parts are uneven.
     """
 
     segments: Any
@@ -36,6 +58,7 @@ class DecodeSchedule:
     merged: Any
     parts: int = dataclasses.field(metadata={"static": True})
     most: int = dataclasses.field(metadata={"static": True})
+    even: Even | None = dataclasses.field(metadata={"static": True})
 
 
 def head_groups(heads: int) -> int:
@@ -104,7 +127,8 @@ def _fixed(xp, blocks, splits, threads, size=None):
     total = xp.sum(there, dtype=xp.int32)
     share = np.arange(threads + 1, dtype=np.int32)
     first = share * total // threads
-    return _finish(xp, rows, row, begin, end, there, first, rows * splits if splits > 1 else 0, splits)
+    even = Even(rows, int(blocks[0]), splits, size) if xp is np else None  # without lengths, all rows have as many
+    return _finish(xp, rows, row, begin, end, there, first, rows * splits if splits > 1 else 0, splits, even)
 
 
 def _shared(xp, blocks, most, threads):
@@ -114,7 +138,10 @@ def _shared(xp, blocks, most, threads):
     parts = min(max(threads, 2 * (threads - 1)), rows * most) if threads > 1 else 0
     cheapest = xp.argmin(xp.stack([cost for cost, _ in ways]))
     if xp is np:
-        return _finish(np, rows, *ways[cheapest][1], parts, most)
+        way = ways[cheapest][1]
+        if cheapest < 2:  # all rows have as many blocks
+            return _fixed(np, blocks, max(1, int((way[0] == 0)[way[3]].sum())), threads)
+        return _finish(np, rows, *way, parts, most)
 
     def padded(way):
         row, *others, first = way
@@ -172,7 +199,7 @@ def _end_to_end(xp, blocks, threads):
     return cost, (row, borders - starts[row], following - starts[row], there, first)
 
 
-def _finish(xp, rows, row, begin, end, there, first, parts, most):
+def _finish(xp, rows, row, begin, end, there, first, parts, most, even=None):
     """The schedule of segments of which those of a row follow one another; segments that are not there go last."""
     order = xp.argsort(~there, kind="stable") if xp is np else jnp.argsort(~there, stable=True)
     row, begin, end, there = (xp.asarray(a)[order] for a in (row, begin, end, there))
@@ -191,4 +218,5 @@ def _finish(xp, rows, row, begin, end, there, first, parts, most):
         xp.stack([xp.cumsum(several) - several, count], axis=1).astype(xp.int32),
         int(in_parts.sum()) if xp is np else parts,
         int(count.max()) if xp is np else most,
+        even,
     )

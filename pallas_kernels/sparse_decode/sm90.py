@@ -25,7 +25,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_decode import lanes, merge, operands, planning, rows, scaling
-from pallas_kernels.sparse_decode.lane_ops import fresh_zero
+from pallas_kernels.sparse_decode.lane_ops import fresh_zero, opaque
 from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
 
 BLOCK = planning.BLOCK
@@ -193,9 +193,10 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
         scratch["k"] = plgpu.SMEM((WARPGROUPS, BLOCK, 64), jnp.bfloat16, transforms=lanes.TILE)
         scratch["v"] = plgpu.SMEM((WARPGROUPS, 128, 32), jnp.bfloat16, transforms=lanes.HALF_TILE)
 
+    even = schedule.even
     arguments = Arguments(
         [cache.pages for cache in caches], [each.reshape(-1) for each in lists], lengths, sink,
-        schedule.segments, schedule.starts,
+        *((None, None) if even else (schedule.segments, schedule.starts)),
     )  # fmt: skip
 
     def body(q_ref, *refs):
@@ -208,12 +209,23 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
 
         def every_segment(step, state):
             """step(segment, state) for all of this thread block; the next one is looked up during a step."""
-            first, last, *own = [start_ref[thread, k] for k in range(6)]
-            final = segment_ref.shape[0] - 1
+            if even:
+                first, last = even.share(thread, threads), even.share(thread + 1, threads)
+
+                def look_up(i):  # as what is read is: numbers of which the compiler makes no more than that
+                    return [opaque(x) for x in (*even.segment(i), jnp.int32(-1) if even.parts == 1 else i)]
+
+                own = look_up(first)
+            else:
+                first, last, *own = [start_ref[thread, k] for k in range(6)]
+                final = segment_ref.shape[0] - 1
+
+                def look_up(i):
+                    return [segment_ref[jnp.minimum(i, final), k] for k in range(4)]
 
             def advance(i, state):
                 own, state = state
-                following = [segment_ref[jnp.minimum(i + 1, final), k] for k in range(4)]
+                following = look_up(i + 1)
                 return following, step(own, state)
 
             return lax.fori_loop(first, last, advance, (own, state))[1]
