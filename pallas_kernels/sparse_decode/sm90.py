@@ -264,6 +264,8 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
 
             def segment(own, state):
                 row, _, seen, tiles, begin, stop, end = place(own)
+                if sink_ref is not None:  # with the first rows, so that no output has to wait for it
+                    pl.when(state[0] == 0)(lambda: lanes.copy_heads(sink_ref, at["sink"], head))
 
                 def look_up(block):
                     which = list_of(block, tiles)
@@ -301,8 +303,6 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
 
                 return lax.fori_loop(begin, end, fill, (*look_up(begin), *state))[2:]
 
-            if sink_ref is not None:  # here, so that no output has to wait for it
-                lanes.copy_heads(sink_ref, at["sink"], head)
             position, last = every_segment(segment, (jnp.int32(0), jnp.int32(0)))
             pl.when(position > 0)(lambda: prepare(position - 1, last))
 
