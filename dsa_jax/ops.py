@@ -33,6 +33,7 @@ from pallas_kernels import (
     sinkhorn,
     sparse_attention,
     sparse_decode,
+    times_row,
 )
 
 from pallas_kernels import platform as _platform
@@ -70,6 +71,7 @@ __all__ = [
     "sinkhorn",
     "sparse_attention",
     "sparse_decode",
+    "times_row",
 ]
 
 
