@@ -231,18 +231,15 @@ def test_experts_of_a_lopsided_routing(used, valid, monkeypatch):
     assert np.array_equal(np.asarray(ours), np.broadcast_to(expected[:, None], ours.shape))
 
 
-@pytest.mark.parametrize(("tokens", "iterations"), [(1, 1), (21, 1), (32, 5), (2048, 12)])
-def test_the_experts_loop_has_a_length_that_no_routing_changes(tokens, iterations, monkeypatch):
-    """At V4.1's widths with 32 experts on a GPU, where a loop of data-dependent length waits for the host in every iteration.
-    Single rows are computed at once, and store no dequantised weight."""
-    monkeypatch.setattr(moe.ops, "has_kernels", lambda: True)
+@pytest.mark.parametrize(("tokens", "iterations"), [(1, 1), (5, 1), (32, 5), (2048, 12)])
+def test_the_experts_loop_has_a_length_that_no_routing_changes(tokens, iterations):
+    """At V4.1's widths with 32 experts: a loop of data-dependent length waits for the host in every iteration on a GPU."""
     graph, state = nnx.split(nnx.eval_shape(lambda: moe.Experts(32, 5120, 2304, 10.0)))
     kinds = ((5120,), jnp.bfloat16), ((6,), jnp.int32), ((6,), jnp.float32), ((), jnp.bool_)
     arrays = [jax.ShapeDtypeStruct((tokens, *shape), dtype) for shape, dtype in kinds]
     program = str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, BF16))(state, *arrays))
     assert "while[" not in program and "cond[" not in program
     assert re.findall(r"\blength=(\d+)", program) == [str(iterations)]
-    assert bool(re.search(r"bf16\[\d+,2304,5120\]", program)) == (tokens > 21)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -255,7 +252,7 @@ def test_a_gpu_multiplies_a_single_row_with_the_stored_weight(rows, monkeypatch)
     for layer in (dense, experts):
         layer.scale.set_value(jnp.asarray(rng.integers(120, 134, layer.scale.shape, np.uint8)))
     x = jnp.asarray(rng.standard_normal((rows, 64)), jnp.float32)
-    for product in (lambda x: dense(x, F32), lambda x: experts.one(jnp.int32(2), x, F32)):
+    for product in (lambda x: dense(x, F32), lambda x: experts.one(2, x, F32)):
         monkeypatch.setattr(linear.ops, "has_kernels", lambda: False)
         expected = product(x)
         monkeypatch.setattr(linear.ops, "has_kernels", lambda: True)

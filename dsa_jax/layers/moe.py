@@ -21,10 +21,6 @@ for the three weights, 25 us on an H200, which took 27 us for the products with 
 ROWS_OF_READING = 128
 """Products with fewer rows take no less time: reading the dequantised weights bounds them."""
 
-PAIRS_OF_DEQUANTIZING = 4
-"""To dequantise an expert and multiply with it takes about as long as so many single rows' products with weights as they are
-stored: at V4.1's widths an H200 took 57 us, and by its instructions takes 12 us for a single row."""
-
 DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
 little beside the caches of a device that holds such a model."""
@@ -103,10 +99,10 @@ class SharedExpert(nnx.Module):
 def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
     """(rows of a tile, the most tiles that a routing needs). Tiles belong to one expert each, and a token's experts differ.
 
-    The rows are a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least. With few
-    pairs an expert these are single rows, whose products need no dequantised weight in memory.
+    The rows are a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least. With no
+    more than one pair an expert these are single rows, whose products need no dequantised weight in memory.
     """
-    if pairs <= PAIRS_OF_DEQUANTIZING * experts:
+    if pairs <= experts:
         return 1, pairs
     next_to_root = 1 << ((ROWS_OF_DEQUANTIZING * pairs // experts).bit_length() // 2)
     tile = min(max(next_to_root, ROWS_OF_READING), 1 << (tokens - 1).bit_length())
@@ -179,15 +175,14 @@ class Experts(nnx.Module):
         others.
 
         Pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are computed at once
-        as DEQUANTIZED_BYTES allows (single rows all on a GPU, where their products take weights as they are stored), and
-        always as many as the worst routing needs: a trip count that depends on the routing would be read back to the host
-        before every iteration.
+        as DEQUANTIZED_BYTES allows (single rows all: their products take weights as they are stored), and always as many
+        as the worst routing needs: a trip count that depends on the routing would be read back to the host before every
+        iteration.
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
         tile, tiles = tiling(T, pairs, E)
-        as_stored = tile == 1 and ops.has_kernels()
-        iterations = 1 if as_stored else -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
+        iterations = 1 if tile == 1 else -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
         at_once = -(-tiles // iterations)
 
         expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
