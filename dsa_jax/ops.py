@@ -33,7 +33,6 @@ from pallas_kernels import (
     sinkhorn,
     sparse_attention,
     sparse_decode,
-    times_row,
 )
 
 from pallas_kernels import platform as _platform
@@ -71,7 +70,6 @@ __all__ = [
     "sinkhorn",
     "sparse_attention",
     "sparse_decode",
-    "times_row",
 ]
 
 

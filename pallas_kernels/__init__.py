@@ -25,7 +25,6 @@ from pallas_kernels.quantize import (
     quantize_fp8,
     quantize_mxfp4,
     quantize_nvfp4,
-    times_row,
     unpack_fp4,
 )
 from pallas_kernels.records import (
@@ -92,7 +91,6 @@ __all__ = [
     "sinkhorn",
     "sparse_attention",
     "sparse_decode",
-    "times_row",
     "top_k",
     "top_k_and_candidate_blocks",
     "unpack_fp4",

@@ -14,7 +14,7 @@ from flax import nnx
 
 from dsa_jax.config import YarnConfig
 from dsa_jax.layer_plan import RopeSpec
-from dsa_jax.layers import engram, hyper_connections, linear, moe, rope
+from dsa_jax.layers import engram, hyper_connections, moe, rope
 from dsa_jax.layers.compressor import Compressor
 from dsa_jax.numerics import BF16, F32, MODES, matmul
 from dsa_jax.step import Step
@@ -240,24 +240,6 @@ def test_the_experts_loop_has_a_length_that_no_routing_changes(tokens, iteration
     program = str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, BF16))(state, *arrays))
     assert "while[" not in program and "cond[" not in program
     assert re.findall(r"\blength=(\d+)", program) == [str(iterations)]
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_gpu_multiplies_a_single_row_with_the_stored_weight(rows, monkeypatch):
-    """The same product without a dequantised weight; more rows go another way."""
-    rng = np.random.default_rng(rows)
-    dense, experts = linear.QuantizedLinear(96, 64, (32, 32)), linear.ExpertLinears(3, 96, 64)
-    dense.weight.set_value(jnp.asarray(rng.standard_normal((96, 64)), jnp.float8_e4m3fn))
-    experts.weight.set_value(jnp.asarray(rng.integers(0, 256, experts.weight.shape, np.uint8)))
-    for layer in (dense, experts):
-        layer.scale.set_value(jnp.asarray(rng.integers(120, 134, layer.scale.shape, np.uint8)))
-    x = jnp.asarray(rng.standard_normal((rows, 64)), jnp.float32)
-    for product in (lambda x: dense(x, F32), lambda x: experts.one(2, x, F32)):
-        monkeypatch.setattr(linear.ops, "has_kernels", lambda: False)
-        expected = product(x)
-        monkeypatch.setattr(linear.ops, "has_kernels", lambda: True)
-        assert ("dot_general" in str(jax.make_jaxpr(lambda x: product(x))(x))) == (rows > 1)
-        np.testing.assert_allclose(product(x), expected, rtol=0, atol=tolerances.of("ops.gemm.f32") * np.abs(expected).max())
 
 
 # ---------------------------------------------------------------- hyper-connections

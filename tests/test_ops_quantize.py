@@ -297,37 +297,6 @@ def test_fp4_weights_by_parity():
     np.testing.assert_array_equal(ours, x @ np.asarray(quantize.dequantize_weight(weight[:4], scale[124:128], 32, jnp.float32)).T)
 
 
-@pytest.mark.parametrize("kind, block", [("fp4", (1, 32)), ("fp8", 32), ("fp8", (128, 128)), ("fp8", (1, 64))])
-def test_one_row_times_a_stored_weight(kind, block):
-    """Against products of the dequantised weight in float64; partial tiles of rows."""
-    rng = np.random.default_rng(5)
-    out, width = 130, 256
-    rows, columns = (block, block) if isinstance(block, int) else block
-    stored = rng.integers(0, 256, (out, width // 2)).astype(np.uint8)
-    if kind == "fp8":
-        stored = rng.standard_normal((out, width)).astype(ml_dtypes.float8_e4m3fn)
-    scale = rng.integers(110, 140, (-(-out // rows), width // columns)).astype(np.uint8)
-    x = rng.standard_normal(width).astype(np.float32)
-    weight = oracle.dequantize_weight(stored, scale, None if kind == "fp4" else (rows, columns)).astype(np.float64)
-    found = np.asarray(quantize.times_row(jnp.asarray(stored), jnp.asarray(scale), block, jnp.asarray(x)))
-    assert found.dtype == np.float32
-    bound = np.abs(weight) @ np.abs(x).astype(np.float64)
-    assert (np.abs(found - weight @ x) <= tolerances.of("ops.gemm.f32") * bound).all()
-    with pytest.raises(ValueError, match="one row of as many values"):
-        quantize.times_row(jnp.asarray(stored), jnp.asarray(scale), block, jnp.asarray(x[:-32]))
-
-
-def test_one_row_under_every_exponent():
-    """NaN for 255 alone; 2^126 times the rest is where float32 ends."""
-    weight = jnp.full((256, 32), 1, jnp.float8_e4m3fn)
-    found = np.asarray(quantize.times_row(weight, jnp.arange(256, dtype=jnp.uint8)[:, None], (1, 32), jnp.full(32, 2.0**-6)))
-    with np.errstate(over="ignore"):
-        expected = np.exp2(np.arange(255.0) - 128).astype(np.float32)
-    normal = expected >= 2.0**-126
-    np.testing.assert_array_equal(found[:255][normal], expected[normal])
-    assert np.isnan(found[255]) and np.isfinite(found[:255]).all()
-
-
 @pytest.mark.parametrize("name, block", [("fp8", 32), ("fp4", (1, 32))])
 def test_gemm_of_the_released_model(name, block):
     gemm = read_golden("v41/ops/gemm")

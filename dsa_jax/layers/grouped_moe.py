@@ -8,10 +8,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from dsa_jax import ops
 from dsa_jax.config_v32 import V32Config
-from dsa_jax.layers.linear import stored_matmul
 from dsa_jax.layers.moe import Experts, SharedExpert, swiglu
-from dsa_jax.numerics import Numerics, f32, matmul_f32
+from dsa_jax.numerics import Numerics, f32, matmul, matmul_f32
 from dsa_jax.tap import Tap
 
 
@@ -72,7 +72,8 @@ class QuantizedExpertLinears(nnx.Module):
     def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
         """The linear of one expert (a traced index): only its weight is dequantised."""
         weight, scale = self.weight[...][expert], self.scale[...][expert]
-        return numerics.round(stored_matmul(numerics.fake(x, self.input_kind), weight, scale, self.block, numerics))
+        dense = ops.dequantize_weight(weight, scale, self.block, numerics.dtype)
+        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
 
 
 class QuantizedExperts(Experts):

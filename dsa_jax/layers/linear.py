@@ -2,30 +2,10 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float
 
 from dsa_jax import ops, ranks
 from dsa_jax.numerics import Numerics, matmul, matmul_f32
-
-FP4_SCALE_BLOCK = (1, 32)
-
-
-def stored_matmul(
-    x: Float[Array, "*rows i"],
-    weight: Shaped[Array, "o stored"],
-    scale: Shaped[Array, "a b"],
-    block: tuple[int, int],
-    numerics: Numerics,
-) -> Float[Array, "*rows o"]:
-    """x · Wᵀ in float32, of a weight as it is stored: FP8, or FP4 as packed bytes.
-
-    A GPU multiplies a single row with the stored values; for more rows the weight is dequantised in memory.
-    """
-    if ops.has_kernels() and x.size == x.shape[-1] and block[1] % 32 == 0 and x.size % 32 == 0:
-        return ops.times_row(weight, scale, block, x.reshape(-1)).reshape(*x.shape[:-1], -1)
-    if weight.dtype == jnp.uint8:
-        return matmul(ops.by_parity(x), ops.dequantize_fp4_by_parity(weight, scale, numerics.dtype))
-    return matmul(x, ops.dequantize_weight(weight, scale, block, numerics.dtype))
 
 
 class Linear(nnx.Module):
@@ -74,7 +54,7 @@ class QuantizedLinear(nnx.Module):
         return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
 
     def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
-        y = stored_matmul(numerics.fake(x, self.input_kind), self.weight[...], self.scale[...], self.block, numerics)
+        y = matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics))
         return numerics.round(y if self.summed_over is None else ranks.total(y, self.summed_over))
 
 
@@ -92,4 +72,5 @@ class ExpertLinears(nnx.Module):
     def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
         """The linear of one expert (a traced index): only its weight is dequantised."""
         weight, scale = self.weight[...][expert], self.scale[...][expert]
-        return numerics.round(stored_matmul(numerics.fake(x, self.input_kind), weight, scale, FP4_SCALE_BLOCK, numerics))
+        dense = ops.dequantize_fp4_by_parity(weight, scale, numerics.dtype)
+        return numerics.round(matmul(ops.by_parity(numerics.fake(x, self.input_kind)), dense))

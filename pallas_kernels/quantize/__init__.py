@@ -161,25 +161,6 @@ def dequantize_fp4_by_parity(
     return reference.dequantize_fp4_by_parity(weight, scale, dtype)
 
 
-def times_row(
-    weight: Shaped[Array, "out stored"], scale: UInt8[Array, "o i"], block: int | tuple[int, int], x: Float[Array, " in"]
-) -> Float32[Array, " out"]:
-    """weight · x for one row of inputs, products and sums in float32.
-
-    weight, scale and block as of `dequantize_weight`; E8M0 scales, and tiles of a multiple of 32 columns. The products of 32
-    columns are summed before they are scaled, which changes nothing for powers of two, and spares a GPU half of the
-    instructions that dequantising takes on the way.
-    """
-    rows, columns = (1, 32) if weight.dtype == jnp.uint8 else tile(block)
-    width = weight.shape[-1] * (2 if weight.dtype == jnp.uint8 else 1)
-    if scale.dtype != jnp.uint8 or columns % 32 or width % 32 or x.shape != (width,):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, the weight {width} columns in tiles of {columns}, and scales are {scale.dtype}; one "
-            "row of as many values is wanted, tiles of a multiple of 32 columns, and E8M0 scales (uint8)."
-        )
-    return reference.times_row(weight, scale, (rows, columns), x)
-
-
 def by_parity(x: Shaped[Array, "*s n"]) -> Shaped[Array, "*s n"]:
     """The values of the last axis with those at even indices first, then those at odd ones."""
     return jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)

@@ -223,34 +223,13 @@ def _spread(scale, rows, columns, shape):
     return jnp.repeat(jnp.repeat(scale, rows, axis=-2)[..., :out, :], columns, axis=-1)[..., :width]
 
 
-def _nibbles(packed):
-    """float32 values of the low nibbles and of the high ones, times 2^-6.
-
-    E4M3 with the bits of E2M1 is the value times 2^-6, and GPUs have an instruction for E4M3.
-    """
-    low, high = ((packed & 7) << 2) | ((packed & 8) << 4), ((packed >> 2) & 0x1C) | (packed & 0x80)
-    return [lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) for codes in (low, high)]
-
-
 @_compiled("dtype")
 def dequantize_fp4_by_parity(weight, scale, dtype):
+    # E4M3 with the bits of E2M1 is the value times 2^-6, and GPUs have an instruction for E4M3.
+    low, high = ((weight & 7) << 2) | ((weight & 8) << 4), ((weight >> 2) & 0x1C) | (weight & 0x80)
     exponents = jnp.repeat(scale, 16, axis=-1)
-    return jnp.concatenate([_times_power(v, exponents, 6).astype(dtype) for v in _nibbles(weight)], axis=-1)
-
-
-@_compiled("block")
-def times_row(weight, scale, block, x):
-    x = x.astype(jnp.float32)
-    if weight.dtype == jnp.uint8:
-        parts, exponents, log2 = zip(_nibbles(weight), (x[..., 0::2], x[..., 1::2])), scale, 6
-    else:
-        exponents, log2 = _spread(scale, block[0], block[1] // 32, (weight.shape[0], weight.shape[1] // 32)), 0
-        parts = [(weight.astype(jnp.float32), x)]
-    groups = exponents.shape[-1]
-    products = sum(values.reshape(-1, groups, row.size // groups) * row.reshape(groups, -1) for values, row in parts)
-    # A sum over an axis would be a kernel of its own; additions become part of the one that sums the groups.
-    sums = functools.reduce(jnp.add, [products[..., i] for i in range(products.shape[-1])])
-    return _times_power(sums, exponents, log2).sum(axis=-1)
+    values = (lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32) for codes in (low, high))
+    return jnp.concatenate([_times_power(v, exponents, 6).astype(dtype) for v in values], axis=-1)
 
 
 @_compiled("block", "dtype")
