@@ -175,14 +175,15 @@ class Experts(nnx.Module):
         others.
 
         Pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are computed at once
-        as DEQUANTIZED_BYTES allows (single rows all: their products take weights as they are stored), and always as many
-        as the worst routing needs: a trip count that depends on the routing would be read back to the host before every
-        iteration.
+        as DEQUANTIZED_BYTES allows (single rows all on a GPU, where XLA's products dequantise on the way), and always as
+        many as the worst routing needs: a trip count that depends on the routing would be read back to the host before
+        every iteration.
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
         tile, tiles = tiling(T, pairs, E)
-        iterations = 1 if tile == 1 else -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
+        stores_none = tile == 1 and ops.has_kernels()
+        iterations = 1 if stores_none else -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
         at_once = -(-tiles // iterations)
 
         expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
