@@ -65,7 +65,7 @@ def test_scores_at_one_time_are_what_a_selection_with_kernels_makes(monkeypatch,
 @pytest.mark.parametrize("widths", [(2048, 1024), (8192, 8192)], ids=["several", "one"])
 def test_dequantised_experts_are_what_the_layer_makes_at_one_time(rows, widths):
     """The weights that one iteration over tiles holds; the tiles are spread evenly over the iterations. (A GPU stores none of
-    those of single rows, here up to five tokens; they are counted all the same.)"""
+    those of single rows, here up to ten tokens; they are counted all the same.)"""
     hidden, inner = widths
     config = dataclasses.replace(
         released_widths(), hidden_size=hidden, moe_intermediate_size=inner, n_routed_experts=32, num_experts_per_tok=6

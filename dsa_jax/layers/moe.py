@@ -15,11 +15,15 @@ from dsa_jax.numerics import Numerics, f32, matmul_f32
 from dsa_jax.tap import Tap
 
 ROWS_OF_DEQUANTIZING = 250
-"""To dequantise an expert takes about as long as its products with so many rows: at V4.1's widths 88 MB are read and written
-for the three weights, 25 us on an H200, which took 27 us for the products with 256 rows."""
+"""To dequantise an expert takes about as long as its products with so many rows: at V4.1's widths an H200 took 25 us for the
+three weights, and 27 us for the products with 256 rows."""
 
 ROWS_OF_READING = 128
-"""Products with fewer rows take no less time: reading the dequantised weights bounds them."""
+"""Products with fewer rows take no less time: reading the dequantised weights bounds them (21 us with 32 rows)."""
+
+SINGLE_ROWS = 2
+"""So many pairs of an expert are multiplied row by row in the time that its weights are dequantised and multiplied in: an H200
+took 30 us for a row, and 57 us for an expert's tile."""
 
 DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
@@ -100,9 +104,9 @@ def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
     """(rows of a tile, the most tiles that a routing needs). Tiles belong to one expert each, and a token's experts differ.
 
     The rows are a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least. With no
-    more than one pair an expert these are single rows, whose products need no dequantised weight in memory.
+    more than SINGLE_ROWS pairs an expert these are single rows, whose products need no dequantised weight in memory.
     """
-    if pairs <= experts:
+    if pairs <= SINGLE_ROWS * experts:
         return 1, pairs
     next_to_root = 1 << ((ROWS_OF_DEQUANTIZING * pairs // experts).bit_length() // 2)
     tile = min(max(next_to_root, ROWS_OF_READING), 1 << (tokens - 1).bit_length())
