@@ -364,7 +364,3 @@ def _bench_model(arguments: argparse.Namespace) -> int:
     if arguments.plot:
         bench_model.plot(rows, str(arguments.plot))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -57,3 +57,8 @@ def test_without_the_hub_package_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert main(["generate", "owner/model", "--tokens", "5"]) == 2
     assert 'pip install "dsa-jax[hub]"' in capsys.readouterr().err
+
+
+def test_the_package_is_a_program():
+    done = subprocess.run([sys.executable, "-m", "dsa_jax", "inspect", "no-such-folder"], capture_output=True, text=True)
+    assert done.returncode and "dsa-jax: " in done.stderr and "no-such-folder" in done.stderr
