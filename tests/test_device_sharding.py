@@ -1,5 +1,6 @@
 """On two GPUs with kernels: a model of the released widths, divided by heads or by experts, gives what it gives on one."""
 
+import functools
 import re
 import tempfile
 import time
@@ -54,16 +55,22 @@ def times(lm, decode):
     return float(np.median(clock[1:])), sum(spent) / 1e3 / STEPS
 
 
-def on_two(axis):
-    """The model on one GPU, and divided over two."""
+@functools.cache
+def models():
+    """The model on one GPU, and divided over two by heads and by experts."""
     one = random_model(released_widths(), BF16)
-    return one, on_mesh(one, make_mesh(jax.devices()[:2], **{axis: 2}))
+    return {"one": one} | {axis: on_mesh(one, make_mesh(jax.devices()[:2], **{axis: 2})) for axis in ("tp", "ep")}
+
+
+@functools.cache
+def on_one():
+    return run(models()["one"], *programs_of(models()["one"])[0])
 
 
 @pytest.mark.parametrize("axis", ["tp", "ep"])
 def test_two_gpus_agree_with_one(axis):
-    one, two = on_two(axis)
-    wanted, found = (run(lm, *programs) for lm, programs in zip((one, two), programs_of(one, two), strict=True))
+    lm, wanted = models()[axis], on_one()
+    found = run(lm, *programs_of(lm)[0])
     for kind, ours, theirs in zip(("prefill", "decode"), found[::2], wanted[::2], strict=True):
         distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
         print(f"{axis}=2: logits of {kind}, relative distance {distance:.2e}")
@@ -75,11 +82,10 @@ def test_two_gpus_agree_with_one(axis):
         assert overlap >= TOLERANCES["bf16"].lists
 
 
-@pytest.mark.parametrize("axis", ["tp", "ep"])
-def test_collectives_are_a_part_of_a_step(axis):
+def test_collectives_are_a_part_of_a_step():
     """Prints what they take."""
-    models = on_two(axis)
-    lowered = [lm._decode.lower(lm.leaves, *burst(lm), steps=STEPS, drafts=0) for lm in models]
-    (alone, _), (together, collectives) = map(times, models, compiled_together(lowered))
-    print(f"{axis}=2: a step of {BATCH} requests {together:.0f} us, collectives {collectives:.0f} us; on one GPU {alone:.0f} us")
-    assert 0 < collectives < together
+    lowered = [lm._decode.lower(lm.leaves, *burst(lm), steps=STEPS, drafts=0) for lm in models().values()]
+    for (name, lm), decode in zip(models().items(), compiled_together(lowered), strict=True):
+        step, collectives = times(lm, decode)
+        print(f"{name}: a step of {BATCH} requests {step:.0f} us, collectives {collectives:.0f} us")
+        assert (collectives == 0) if name == "one" else (0 < collectives < step)
