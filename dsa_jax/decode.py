@@ -190,7 +190,8 @@ class LanguageModel:
     ) -> tuple[Float[Array, "B V"], Cache]:
         """Appends one list of tokens to each request of `cache`. Returns the logits after the last token of each.
 
-        Tokens are processed `chunk` at a time (default: as `default_chunk` says); the result does not depend on it. An empty prompt leaves its request as it is (its logits are 0).
+        Tokens are processed `chunk` at a time (default: as `default_chunk` says); the result does not depend on it. An empty
+        prompt leaves its request as it is (its logits are 0).
         ValueError: a number of prompts other than the cache's requests, a token id outside the vocabulary, an image id
         without embeddings or the other way round, more tokens than the cache has room for.
         """

@@ -9,7 +9,9 @@ from engines import NO_STOP, prompt, small_model
 from tiny import tiny_config
 
 from dsa_jax.cache import new_cache
-from dsa_jax.decode import ImageSpan, generate, stream
+from dsa_jax.decode import ImageSpan, default_chunk, generate, stream
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, LARGEST_CHUNK
+from dsa_jax.memory import prefill_row_bytes
 from dsa_jax.numerics import BF16, F32
 from dsa_jax.sampling import Sampling, kept_tokens, sample
 
@@ -176,3 +178,15 @@ def test_wrong_counts_and_sizes_are_refused():
         generate(lm, [prompt(2)], 0)
     with pytest.raises(ValueError, match="chunk=0"):
         lm.prefill(lm.new_cache(1, 64), [prompt(3)], chunk=0)
+
+
+@pytest.mark.parametrize("context", [64, 2**20])
+def test_a_chunk_is_as_long_as_prompts_unless_its_temporaries_are_too_large(context):
+    """In `DEFAULT_PREFILL_BYTES`, which the longer context exhausts; requests share them."""
+    lm = small_model()
+    row = prefill_row_bytes(lm.config, context)
+    for requests in (1, 3):
+        chunks = [default_chunk(lm, longest, context, requests) for longest in (1, 17, 1000, 10**6)]
+        assert chunks[:2] == [16, 32] and chunks == sorted(chunks)
+        assert requests * chunks[-1] * row <= DEFAULT_PREFILL_BYTES and chunks[-1] * requests <= LARGEST_CHUNK
+    assert (default_chunk(lm, 10**6, context, 1) < LARGEST_CHUNK) == (context > 64)

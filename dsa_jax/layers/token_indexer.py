@@ -59,7 +59,7 @@ class TokenIndexer(nnx.Module):
     ) -> Int32[Array, "B S K"]:
         """Positions of the k best visible tokens of every row, ascending, then -1. Scores are float32.
 
-        A step of ROWS_TO_SKIP rows that sees no more than k tokens takes them all, unscored.
+        A step of ROWS_TO_SKIP rows or more that sees no more than k tokens takes them all, unscored.
         """
         visible, schedule = step.visible(1), step.scoring(1, keys, q.shape[2])
 
