@@ -10,8 +10,8 @@ import pytest
 from lane_emulator import Memory, wgmma_array, wgmma_registers
 from reference import ops as oracle
 
-from pallas_kernels import Model1, Plain, V32, V41MXFP8, V41NVFP4
-from pallas_kernels.sparse_decode import decoding, lane_ops, lanes, operands, rows, scaling
+from pallas_kernels import Model1, Plain, V32, V41MXFP8, V41NVFP4, decoding, lane_ops
+from pallas_kernels.sparse_decode import lanes, operands, rows, scaling
 
 BF16 = ml_dtypes.bfloat16
 ROWS = (lane_ops, rows, decoding, scaling, operands)  # modules that read a block

@@ -21,7 +21,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.sparse_attention.online_softmax import START
-from pallas_kernels.sparse_decode.lane_ops import SCALAR, WGMMA, asm, fragment, i32, i32_type, own_thread, permute
+from pallas_kernels.lane_ops import SCALAR, WGMMA, asm, fragment, i32, i32_type, own_thread, permute
 from pallas_kernels.sparse_decode.operands import HALF_TILE, key_order, value_order_back
 
 PER_HEAD = WGMMA.reduce(0)

@@ -15,8 +15,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
-from pallas_kernels.sparse_decode.decoding import down_by, fp4_pairs, fp8_pairs, has_nan_code, times, times_floats
-from pallas_kernels.sparse_decode.lane_ops import (
+from pallas_kernels.decoding import down_by, fp4_pairs, fp8_pairs, has_nan_code, times, times_floats
+from pallas_kernels.lane_ops import (
     SCALAR,
     WGMMA,
     either,
@@ -38,7 +38,7 @@ from pallas_kernels.sparse_decode.lane_ops import (
     twice,
     warp_of,
 )
-from pallas_kernels.sparse_decode.rows import BLOCK, VALUES, Staged, by_layout
+from pallas_kernels.sparse_decode.rows import BLOCK, DOWN, VALUES, Staged, by_layout
 from pallas_kernels.sparse_decode.scaling import Reading, float_scale, is_odd
 
 HALF_TILE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
@@ -170,7 +170,7 @@ def key_fragment(words, chunk: int, reading: Reading):
                     pairs = [times(pair, factor) for pair in fp4_pairs(own[step], across=False)]
                 elif reading.general:
                     factor = factors[step * scales // 4]
-                    pairs = [times_floats(pair, factor, factor) for pair in fp8_pairs(own[step], magnitudes)]
+                    pairs = [times_floats(pair, factor, factor, DOWN) for pair in fp8_pairs(own[step], magnitudes)]
                 else:
                     factor = factors[step * scales // 4]
                     pairs = [times(pair, factor) for pair in fp8_pairs(own[step], magnitudes)]
@@ -294,7 +294,7 @@ def value_fragment(words, part, half: int, reading: Reading, may_be_tail=True):
                     pairs = [pair for selector in (0x5410, 0x7632) for pair in fp8_pairs(permute(a, b, selector))]
                 if reading.general:
                     factors = [llvm.bitcast(ir.F32Type.get(), w) for w in words[2 * n : 2 * n + 2]]
-                    found.append([times_floats(pair, *factors) for pair in pairs])
+                    found.append([times_floats(pair, *factors, DOWN) for pair in pairs])
                 else:
                     found.append([times(pair, words[n]) for pair in pairs])
             return _value_registers(found)
@@ -390,7 +390,7 @@ def unpack(raw_ref, scale_ref, odd_ref, which, tile_ref, first: int, layouts: tu
                     at = arith.addi(base, arith.muli(group_of_value(), i32(layout.scale_bytes)))
                     bits = float_scale(moved(raw, arith.addi(at, i32(layout.scale))), layout)
                     factor = llvm.bitcast(ir.F32Type.get(), bits)
-                    return quantised(lambda pair: times_floats(pair, factor, factor))
+                    return quantised(lambda pair: times_floats(pair, factor, factor, DOWN))
 
                 def any_scale():
                     if layout.kind == "fp4":

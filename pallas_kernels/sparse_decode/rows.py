@@ -22,7 +22,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.records import V32, Model1, Plain, RecordFormat, V41MXFP8, V41NVFP4
-from pallas_kernels.sparse_decode.lane_ops import SCALAR, asm, either, i32, i32_type, warp_of
+from pallas_kernels.lane_ops import SCALAR, asm, either, i32, i32_type, warp_of
 
 BLOCK = 64  # rows that are staged together
 DOWN = 48  # quantised rows are read 2^-48 times their value

@@ -12,8 +12,8 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import mosaic
 from pallas_kernels.records import V32
-from pallas_kernels.sparse_decode.decoding import TO_BF16
-from pallas_kernels.sparse_decode.lane_ops import (
+from pallas_kernels.decoding import TO_BF16
+from pallas_kernels.lane_ops import (
     SCALAR,
     asm,
     i8_type,

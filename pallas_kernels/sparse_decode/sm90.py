@@ -25,7 +25,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.copies import CopyBarriers, copy_barriers
 from pallas_kernels.sparse_attention import gather
 from pallas_kernels.sparse_decode import lanes, merge, operands, planning, rows, scaling
-from pallas_kernels.sparse_decode.lane_ops import fresh_zero, opaque
+from pallas_kernels.lane_ops import fresh_zero, opaque
 from pallas_kernels.sparse_decode.lanes import PER_HEAD, VALUES
 
 BLOCK = planning.BLOCK

@@ -1,4 +1,4 @@
-"""Small pieces of the code that the decode kernels write lane by lane: numbers, addresses, loads, branches, PTX."""
+"""Small pieces of the code that kernels write lane by lane: numbers, addresses, loads, branches, PTX."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp

@@ -4,8 +4,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_kernels.sparse_decode.lane_ops import i32, i32_type, pair_type, permute
-from pallas_kernels.sparse_decode.rows import DOWN
+from pallas_kernels.lane_ops import i32, i32_type, pair_type, permute
 
 TO_BF16 = 120  # an E4M3 number's bits, three places from the top of a bf16 number's, are 2^-120 times its value
 
@@ -73,11 +72,11 @@ def times(pair, factor):
     return arith.mulf(pair, llvm.bitcast(pair_type(), factor))
 
 
-def times_floats(pair, first, second):
-    """A pair of `fp8_pairs` times float32 factors, rounded to bf16, times 2^-DOWN."""
+def times_floats(pair, first, second, down):
+    """A pair of `fp8_pairs` times float32 factors, rounded to bf16, times 2^-down."""
     f32, bits = ir.F32Type.get(), llvm.bitcast(i32_type(), pair)
     lift = utils.c(2.0**TO_BF16, f32)
     values = [arith.shli(bits, i32(16)), arith.andi(bits, i32(0xFFFF0000))]
     values = [arith.mulf(arith.mulf(llvm.bitcast(f32, v), lift), s) for v, s in zip(values, (first, second))]
     rounded = [arith.truncf(ir.BF16Type.get(), v) for v in values]
-    return down_by(llvm.bitcast(i32_type(), vector.from_elements(pair_type(), rounded)), DOWN)
+    return down_by(llvm.bitcast(i32_type(), vector.from_elements(pair_type(), rounded)), down)
