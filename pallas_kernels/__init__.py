@@ -11,6 +11,7 @@ from pallas_kernels.candidate_logits import (
     ragged_candidate_logits,
 )
 from pallas_kernels.dispatch import preferred
+from pallas_kernels.grouped_gemm import grouped_gemm, quantized_matmul
 from pallas_kernels.indexer_logits import indexer_logits, make_indexer_schedule, paged_indexer_logits
 from pallas_kernels.indexing import gather_paged, gather_rows, scatter_paged, scatter_rows
 from pallas_kernels.quantize import (
@@ -62,6 +63,7 @@ __all__ = [
     "fake_quantize",
     "gather_paged",
     "gather_rows",
+    "grouped_gemm",
     "indexer_logits",
     "IndexFP8",
     "IndexMXFP4",
@@ -81,6 +83,7 @@ __all__ = [
     "quantize_index_queries",
     "quantize_mxfp4",
     "quantize_nvfp4",
+    "quantized_matmul",
     "ragged_candidate_logits",
     "RecordFormat",
     "Rotation",

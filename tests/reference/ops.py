@@ -103,6 +103,25 @@ def dequantize_weight(weight, scale, block):
     return out
 
 
+# ---------------------------------------------------------------- products
+
+
+def quantized_matmul(x, weight, scale, block):
+    """x [rows, K] times a stored weight, transposed: float64 sums of the float32 numbers that the weight stands for."""
+    with np.errstate(over="ignore"):
+        dense = dequantize_weight(weight, scale, block).astype(np.float32)
+    return np.asarray(x).astype(np.float64) @ dense.astype(np.float64).T
+
+
+def grouped_gemm(x, weight, scale, group, block):
+    """Tiles x [tiles, R, K], each times the weight of its group; 0 for a group that is none of the weights."""
+    out = np.zeros((*x.shape[:2], weight.shape[1]))
+    for t, g in enumerate(group):
+        if 0 <= g < len(weight):
+            out[t] = quantized_matmul(x[t], weight[g], scale[g], block)
+    return out
+
+
 # ---------------------------------------------------------------- cache records
 
 
