@@ -61,6 +61,27 @@ def _fp4_lookup(four, pairs):
     return found
 
 
+def fp4_word_pairs(word):
+    """The eight FP4 numbers of a word as pairs of bf16 numbers: the first and fifth, the second and sixth, and so on.
+
+    A product brings sign and magnitude of two numbers to their places at once. The bf16 numbers with those bits are 2^-126
+    times the FP4 numbers, subnormal ones too, and one product of two brings them to their size.
+    """
+    later = arith.shrui(word, i32(8))
+    found = []
+    for number in range(4):
+        four = i32(0x000F000F << 4 * (number % 2))
+        bits = arith.andi(word if number < 2 else later, four)
+        # Magnitudes to bits 6 .. 8 of a half, signs to bit 15; between them lies what is masked out.
+        bits = arith.muli(bits, i32((1 << 6 | 1 << 12) >> 4 * (number % 2)))
+        bits = arith.andi(bits, i32(0x81C081C0))
+        found.append(times(llvm.bitcast(pair_type(), bits), i32(_UP_FP4)))
+    return found
+
+
+_UP_FP4 = 0x7E807E80  # 2^126 as a pair of bf16 numbers
+
+
 def down_by(bits, down):
     """A pair of bf16 numbers, given as 32 bits, times 2^-down."""
     pair = llvm.bitcast(pair_type(), bits)

@@ -31,6 +31,23 @@ def fragment(registers, shape):
     )
 
 
+def carried_words(count: int):
+    """The layout of `count` 32-bit words of every thread, and what packs them for other lane code and unpacks them."""
+    layout = plgpu.Layout.WG_STRIDED((128 * count,), vec_size=1)
+
+    def pack(words):
+        one = ir.VectorType.get((1,), i32_type())
+        words = [arith.extui(i32_type(), word) if is_narrow(word) else word for word in words]
+        words += [i32(0)] * (count - len(words))
+        registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    def unpack(array):
+        return [vector.extract(r, [], ir.DenseI64ArrayAttr.get([0])) for r in array.registers.reshape(-1)]
+
+    return layout, pack, unpack
+
+
 def own_thread():
     """This thread's number, read anew: what is computed from it is not kept in registers until the next use."""
     return asm("mov.u32 $0, %tid.x;", "=r", [], i32_type())

@@ -9,7 +9,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -19,6 +18,7 @@ from pallas_kernels.decoding import down_by, fp4_pairs, fp8_pairs, has_nan_code,
 from pallas_kernels.lane_ops import (
     SCALAR,
     WGMMA,
+    carried_words,
     either,
     fragment,
     group_of,
@@ -59,23 +59,6 @@ def value_order_back(x):
     return x.reshape(2, 4, 2, 8, -1).transpose(1, 3, 0, 2, 4).reshape(128, -1)
 
 
-def _words(count):
-    """The layout of `count` 32-bit words of every thread, and what packs them for other lane code and unpacks them."""
-    layout = plgpu.Layout.WG_STRIDED((128 * count,), vec_size=1)
-
-    def pack(words):
-        one = ir.VectorType.get((1,), i32_type())
-        words = [arith.extui(i32_type(), word) if is_narrow(word) else word for word in words]
-        words += [i32(0)] * (count - len(words))
-        registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
-
-    def unpack(array):
-        return [vector.extract(r, [], ir.DenseI64ArrayAttr.get([0])) for r in array.registers.reshape(-1)]
-
-    return layout, pack, unpack
-
-
 def _key_place(thread):
     """A lane's number in its quad, and its two tokens."""
     first = arith.addi(arith.muli(warp_of(thread), i32(16)), group_of(thread))
@@ -96,7 +79,7 @@ def load_keys(raw_ref, scale_ref, chunk: int, reading: Reading, decoded_ref=None
     """
     layout = reading.layout
     plain, scales, count = _key_words(layout, chunk)
-    carried, pack, _ = _words(count)
+    carried, pack, _ = carried_words(count)
 
     @mosaic.lane_code(
         arg_types=(plgpu.RefType(), plgpu.RefType()),
@@ -140,7 +123,7 @@ def key_fragment(words, chunk: int, reading: Reading):
     """
     layout = reading.layout
     plain, scales, count = _key_words(layout, chunk)
-    carried, _, unpack = _words(count)
+    carried, _, unpack = carried_words(count)
 
     @mosaic.lane_code(
         arg_types=(carried,),
@@ -207,7 +190,7 @@ def load_values(raw_ref, scale_ref, part, half: int, reading: Reading, decoded_r
     part: int32 scalar, the same for all threads. may_be_tail: whether it may be the last part.
     """
     layout, count = reading.layout, _value_words(reading)
-    carried, pack, _ = _words(count)
+    carried, pack, _ = carried_words(count)
 
     def twin(raw_ref, scale_ref, part):
         return value_order(decoded_ref[pl.ds(32 * half, 32), pl.ds(128 * part, 128)].T)
@@ -264,7 +247,7 @@ def value_fragment(words, part, half: int, reading: Reading, may_be_tail=True):
     words, part, may_be_tail: those of `load_values`.
     """
     layout, count = reading.layout, _value_words(reading)
-    carried, _, unpack = _words(count)
+    carried, _, unpack = carried_words(count)
 
     @mosaic.lane_code(
         arg_types=(carried, SCALAR),

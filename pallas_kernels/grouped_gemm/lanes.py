@@ -1,0 +1,234 @@
+"""The lane code of the Hopper kernel: stored bytes and scales of a weight to an operand in registers, sums to device memory.
+
+Rows of the weight are rows of the products. Lane `l` of warp `w` has rows ``16 w + l // 4`` and eight further down, and of a
+row's 128 bytes the 32 that begin at ``32 * (l % 4)``, in two parts of 16 bytes. So it reads 16 bytes at a time, of a row in
+few groups of values under one scale. The inputs' columns are in the order in which operands then are: `in_column_order`.
+"""
+
+import dataclasses
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels import mosaic, quantize
+from pallas_kernels.decoding import fp4_word_pairs, fp8_pairs, has_nan_code, times
+from pallas_kernels.lane_ops import (
+    SCALAR,
+    WGMMA,
+    carried_words,
+    fragment,
+    group_of,
+    i8_type,
+    i32,
+    i32_type,
+    load_bits,
+    load_four,
+    moved,
+    own_thread,
+    pair_type,
+    past,
+    quad_of,
+    twice,
+    warp_of,
+)
+
+ROWS = 64  # of a wgmma
+BYTES = 128  # of a row in a tile
+PARTS = 2  # pieces of 16 bytes of a row that a lane reads
+TILE = (plgpu.SwizzleTransform(128),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How a weight [E, N, K] is stored: FP8 or packed FP4 values, one E8M0 scale for `block` = (rows, columns) of them."""
+
+    fp4: bool
+    block: tuple[int, int]
+
+    @property
+    def values(self) -> int:
+        """Values of a row in a tile."""
+        return BYTES * 2 if self.fp4 else BYTES
+
+    @property
+    def operands(self) -> int:
+        """Operands of 64 values that a part makes."""
+        return self.values // 64 // PARTS
+
+    @property
+    def lane_groups(self) -> int:
+        """Scales of a row that a lane needs of a tile: one, or one a part."""
+        return PARTS if self.fp4 else 1
+
+
+def in_column_order(x, stored: Stored):
+    """Inputs [.., K] with the columns of every tile in the order of the operands."""
+    if stored.fp4:  # quad, part, operand, half, column of a pair, step, pair
+        split, order = (4, 2, 2, 2, 2, 2, 2), (1, 2, 3, 5, 6, 0, 4)
+    else:  # quad, part, step, column of a pair, pair
+        split, order = (4, 2, 4, 2, 2), (1, 2, 4, 0, 3)
+    lead = x.shape[:-1]
+    axes = [*range(len(lead) + 1), *[len(lead) + 1 + axis for axis in order]]
+    return x.reshape(*lead, -1, *split).transpose(axes).reshape(x.shape)
+
+
+def load_scales(scale_ref, row, column, stored: Stored, rows_of_group: int):
+    """The scales of rows row .. + 63 of the stacked weights and a tile's columns column .. + values - 1, for `operand`.
+
+    scale_ref: uint8, device memory, [E * scale rows, scale columns]; row, column: int32 scalars, multiples of 64 and of a
+    tile's values. rows_of_group: rows N of a weight; the last tile of scales may be partial.
+    int32 [128 * 2]: of a lane's two rows, a byte a group. Interpreted: the scale of every value, uint8 [64, values].
+    """
+    carried, pack, _ = carried_words(2)
+    block_rows, block_columns = stored.block
+    per_group = -(-rows_of_group // block_rows)
+
+    def twin(scale_ref, row, column):
+        first = row // rows_of_group * per_group + row % rows_of_group // block_rows
+        count = max(1, ROWS // block_rows)
+        columns = max(1, stored.values // block_columns)
+        found = scale_ref[pl.ds(first, count), pl.ds(column // block_columns, columns)]
+        return jnp.repeat(jnp.repeat(found, ROWS // count, axis=0), stored.values // columns, axis=1)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((128 * 2,), jnp.int32, layout=carried),
+        twin=twin,
+    )
+    def load(_, scale_ref, row, column):
+        i64 = ir.IntegerType.get_signless(64)
+        thread = utils.thread_idx()
+        width = ir.MemRefType(scale_ref.type).shape[1]
+        row, column = mosaic.scalar(row), mosaic.scalar(column)
+        group = arith.divui(row, i32(rows_of_group))
+        within = arith.subi(row, arith.muli(group, i32(rows_of_group)))
+        own = arith.addi(column, arith.muli(quad_of(thread), i32(stored.values // 4)))
+        at = arith.divui(own, i32(block_columns))
+        found = []
+        for half in range(2):
+            first = arith.addi(arith.muli(warp_of(thread), i32(16)), arith.addi(group_of(thread), i32(8 * half)))
+            line = arith.divui(arith.addi(within, first), i32(block_rows))
+            line = arith.addi(arith.muli(group, i32(per_group)), line)
+            start = arith.addi(arith.muli(arith.extui(i64, line), utils.c(width, i64)), arith.extui(i64, at))
+            pointer = utils.getelementptr(mosaic.global_pointer(scale_ref), [start], i8_type())
+            found.append(arith.extui(i32_type(), load_bits(pointer, 8 * stored.lane_groups)))
+        return pack(found)
+
+    return load(scale_ref, row, column)
+
+
+def load_words(raw_ref, part: int):
+    """A part of the bytes of a tile, uint8 [64, 128] (TILE) in shared memory, for `operand`.
+
+    int32 [128 * 8]: four words of each of a lane's two rows. Interpreted: the tile.
+    """
+    carried, pack, _ = carried_words(8)
+
+    @mosaic.lane_code(
+        arg_types=(plgpu.RefType(TILE),),
+        return_type=plgpu.ShapeDtypeStruct((128 * 8,), jnp.int32, layout=carried),
+        twin=lambda raw_ref: raw_ref[...],
+    )
+    def load(_, raw_ref):
+        thread = utils.thread_idx()
+        group = group_of(thread)
+        row = arith.addi(arith.muli(warp_of(thread), i32(16)), group)
+        piece = arith.addi(arith.muli(quad_of(thread), i32(2)), i32(part))
+        at = arith.addi(arith.muli(row, i32(BYTES)), arith.muli(arith.xori(piece, group), i32(16)))
+        own = moved(utils.memref_ptr(raw_ref), at)
+        return pack([word for half in range(2) for word in load_four(past(own, 8 * BYTES * half))])
+
+    return load(raw_ref)
+
+
+def operand(words, scales, part: int, number: int, stored: Stored):
+    """Operand `number` of a part: 64 values of 64 rows as bf16 [64, 64], the left operand of a wgmma.
+
+    words: of `load_words`; scales: of `load_scales`. A NaN code among FP8 values makes a NaN of its row.
+    """
+    words_layout, _, unpack_words = carried_words(8)
+    scales_layout, _, unpack_scales = carried_words(2)
+
+    def twin(raw, scales):
+        if stored.fp4:
+            values = quantize.unpack_fp4(raw)
+        else:
+            values = jnp.asarray(raw).view(jnp.float8_e4m3fn).astype(jnp.float32)
+        dense = (values * quantize.e8m0_to_float32(scales)).astype(jnp.bfloat16)
+        first = 64 * (stored.operands * part + number)
+        return in_column_order(dense, stored)[:, first : first + 64]
+
+    @mosaic.lane_code(
+        arg_types=(words_layout, scales_layout),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, 64), jnp.bfloat16, layout=WGMMA),
+        twin=twin,
+    )
+    def convert(_, words, scales):
+        words, scales = unpack_words(words), unpack_scales(scales)
+        registers = np.empty((8, 2), dtype=object)
+        for half in range(2):
+            own = words[4 * half : 4 * half + 4]
+            factor = _factor(scales[half], part if stored.lane_groups > 1 else 0)
+            magnitudes = []
+            if stored.fp4:
+                pairs = [pair for word in own[2 * number : 2 * number + 2] for pair in fp4_word_pairs(word)]
+            else:
+                pairs = [times(pair, i32(_UP_FP8)) for word in own for pair in fp8_pairs(word, magnitudes)]
+            for i, pair in enumerate(pairs):
+                registers[i, half] = times(pair, factor)
+            if magnitudes:
+                bits = llvm.bitcast(i32_type(), registers[0, half])
+                bits = arith.select(has_nan_code(magnitudes), i32(0x7FFF7FFF), bits)
+                registers[0, half] = llvm.bitcast(pair_type(), bits)
+        return fragment(registers, (ROWS, 64))
+
+    return convert(words, scales)
+
+
+_UP_FP8 = 0x7B807B80  # 2^120, which `fp8_pairs` leaves out, as a pair of bf16 numbers
+
+
+def _factor(scales, number: int):
+    """The pair of bf16 numbers of byte `number` of a word of E8M0 scales: 0 is 2^-127, a subnormal one, and 255 NaN."""
+    code = arith.andi(arith.shrui(scales, i32(8 * number)), i32(0xFF))
+    bits = arith.shli(code, i32(7))
+    equal = arith.CmpIPredicate.eq
+    bits = arith.select(arith.cmpi(equal, code, i32(0)), i32(0x0040), bits)
+    bits = arith.select(arith.cmpi(equal, code, i32(255)), i32(0x7FFF), bits)
+    return twice(bits)
+
+
+def store(out_ref, sums, row, column):
+    """Stores sums [64, R], transposed, to rows row .. of out_ref [rows, N] (float32 or bf16, device memory), from `column` on."""
+    count = sums.shape[1]
+
+    def twin(out_ref, sums, row, column):
+        out_ref[pl.ds(row, count), pl.ds(column, ROWS)] = sums.T.astype(out_ref.dtype)
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), WGMMA, SCALAR, SCALAR), twin=twin)
+    def write(_, out_ref, sums, row, column):
+        i64 = ir.IntegerType.get_signless(64)
+        width = ir.MemRefType(out_ref.type).shape[1]
+        size = 4 if wide else 2
+        thread = own_thread()
+        line = arith.addi(mosaic.scalar(row), arith.muli(quad_of(thread), i32(2)))
+        first = arith.addi(arith.muli(warp_of(thread), i32(16)), group_of(thread))
+        at = arith.muli(arith.extui(i64, line), utils.c(width, i64))
+        at = arith.addi(at, arith.extui(i64, arith.addi(mosaic.scalar(column), first)))
+        pointer = utils.getelementptr(mosaic.global_pointer(out_ref), [arith.muli(at, utils.c(size, i64))], i8_type())
+        registers = sums.registers.reshape(count // 8, 2)
+        for i in range(count // 8):
+            for half in range(2):
+                for e in range(2):
+                    found = vector.extract(registers[i, half], [], ir.DenseI64ArrayAttr.get([e]))
+                    found = found if wide else arith.truncf(ir.BF16Type.get(), found)
+                    to = past(pointer, ((8 * i + e) * width + 8 * half) * size)
+                    llvm.store(found, to, alignment=size)
+
+    wide = jnp.dtype(out_ref.dtype) == jnp.float32
+    write(out_ref, sums, row, column)

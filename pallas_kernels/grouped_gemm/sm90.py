@@ -1,0 +1,307 @@
+"""Products with stored weights on Hopper: TMA brings stored bytes, which become operands of a wgmma in registers.
+
+A thread block takes one item after the other: some rows of a weight, 64 for a wgmma, and a tile of input rows. A producer
+warpgroup loads stored bytes and inputs into a ring, which does not stop between items. Four warpgroups read the bytes,
+make bf16 values of them, times their scales, and multiply: rows of the weight are rows of the products, so that a tile of
+8 input rows pays for 8, and nothing that is dequantised goes through memory of any kind. The four divide an item's rows
+among them, or its columns (`ways`), whose sums they add in shared memory; `splits` divides columns among items, and XLA
+adds. How columns are divided follows from the weight and the rows of a tile alone, so a row's bits depend on nothing else.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic, quantize
+from pallas_kernels.grouped_gemm import lanes, reference
+from pallas_kernels.grouped_gemm.lanes import BYTES, ROWS, Stored
+
+WARPGROUPS = 4  # of arithmetic
+MOST_ROWS = 128  # of a tile
+FEW_ROWS = 32  # of a tile whose products take no longer than its weights' bytes
+MOST_DENSE_ROWS = 256  # a dense weight for more rows is faster dequantised once
+_DENSE_TILE = 64
+_SHARED = 216 * 1024
+_INPUTS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How an item is divided: its columns among `ways` of the four warpgroups and `splits` items, and tiles in the ring.
+
+    math, load: registers of the threads of arithmetic and of those that load.
+    """
+
+    ways: int
+    splits: int
+    stages: int
+    math: int = 120
+    load: int = 24
+
+    def __post_init__(self):
+        if self.ways not in (1, 2, 4):
+            raise ValueError(f"ways={self.ways}; four warpgroups divide columns in 1, 2 or 4.")
+        if self.stages < 2 or self.stages % self.ways:
+            raise ValueError(f"stages={self.stages}; the ring needs a multiple of ways={self.ways}, and at least 2.")
+        if WARPGROUPS * self.math + self.load > 512:
+            raise ValueError(f"{self}: a thread of each of four warpgroups and one that loads have 512 registers.")
+
+    @property
+    def row_groups(self) -> int:
+        """Wgmmas that an item's rows make."""
+        return WARPGROUPS // self.ways
+
+
+def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
+    """See `pallas_kernels.grouped_gemm.grouped_gemm`. bf16 inputs, tiles of at most 128 rows."""
+    stored = _stored(x, weight, block)
+    tiles, rows, _ = x.shape
+    if rows > MOST_ROWS:
+        raise NotImplementedError(f"the sm90 kernel takes tiles of at most {MOST_ROWS} rows, not {rows}.")
+    if 0 in (tiles, rows):
+        return jnp.zeros((tiles, rows, weight.shape[1]), out_dtype)
+    tile = _tile_rows(rows, MOST_ROWS)
+    columns = x.shape[2] // stored.values
+    ways = 2 if tile <= FEW_ROWS and columns % 2 == 0 else 1
+    out = _multiply(_padded(x, tile), weight, scale, group, stored, _config(stored, tile, ways, 1), jnp.dtype(out_dtype))
+    return out[:, :rows]
+
+
+def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
+    """See `pallas_kernels.grouped_gemm.quantized_matmul`. bf16 inputs; many rows take a dequantised weight."""
+    stored = _stored(x, weight, block)
+    lead, width = x.shape[:-1], x.shape[-1]
+    x = x.reshape(-1, width)
+    rows = len(x)
+    if not 0 < rows <= MOST_DENSE_ROWS:
+        out = reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
+        return out.reshape(*lead, -1)
+    tile = _tile_rows(rows, _DENSE_TILE)
+    tiles = -(-rows // tile)
+    columns = width // stored.values
+    ways = next(n for n in (4, 2, 1) if columns % n == 0)
+    config = _config(stored, tile, ways, _splits(weight.shape[0], columns // ways, ways))
+    x = jnp.pad(x, ((0, tiles * tile - rows), (0, 0))).reshape(tiles, tile, width)
+    group = jnp.zeros((tiles,), jnp.int32)
+    out = _multiply(x, weight[None], scale[None], group, stored, config, jnp.dtype(out_dtype))
+    return out.reshape(tiles * tile, -1)[:rows].reshape(*lead, -1)
+
+
+def _stored(x, weight, block) -> Stored:
+    """How the weight is stored; NotImplementedError unless the kernel carries the call."""
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the sm90 kernel multiplies bfloat16 inputs, not {x.dtype}.")
+    fp4 = weight.dtype == jnp.uint8
+    stored = Stored(fp4, (1, 32) if fp4 else quantize.tile(block))
+    rows, columns = stored.block
+    if (ROWS % rows and rows % ROWS) or columns % 32 or (stored.values % columns and columns % stored.values):
+        raise NotImplementedError(
+            f"the sm90 kernel takes scales of tiles that divide 64 rows or are whole times as many, and 32, 64 or 128 columns; "
+            f"block is {stored.block}."
+        )
+    if weight.shape[-2] % ROWS or x.shape[-1] % stored.values:
+        raise NotImplementedError(
+            f"the sm90 kernel takes weights of multiples of {ROWS} rows and {stored.values} columns, not of {weight.shape[-2]} x "
+            f"{x.shape[-1]}."
+        )
+    if weight.size // weight.shape[-1] >= 2**31:
+        raise NotImplementedError("the sm90 kernel counts the rows of all weights in 31 bits.")
+    return stored
+
+
+def _tile_rows(rows: int, most: int) -> int:
+    return min(most, max(8, 1 << (rows - 1).bit_length()))
+
+
+def _padded(x, tile: int):
+    return jnp.pad(x, ((0, 0), (0, tile - x.shape[1]), (0, 0)))
+
+
+def _splits(rows: int, turns: int, ways: int) -> int:
+    """Items among which a row's columns are divided: as few as give every multiprocessor an item, of 2 turns at least."""
+    items = -(-rows // (ROWS * WARPGROUPS // ways))
+    found = 1
+    for splits in range(2, turns // 2 + 1):
+        if turns % splits == 0 and items * found < mosaic.CORES:
+            found = splits
+    return found
+
+
+def _config(stored: Stored, tile: int, ways: int, splits: int) -> TuningConfig:
+    groups = WARPGROUPS // ways
+    each = groups * ROWS * BYTES + 2 * tile * stored.values + 16
+    partial = (ways - 1) * groups * ROWS * tile * 4
+    stages = (_SHARED - partial) // each // ways * ways
+    return TuningConfig(ways, splits, min(stages, 16))
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
+def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out_dtype):
+    """x [tiles, R, K] bf16, weight [E, N, stored], scale [E, ..], group [tiles] -> [tiles, R, N]."""
+    tiles, tile, width = x.shape
+    experts, rows, bytes_of_row = weight.shape
+    ways, splits, stages, groups = config.ways, config.splits, config.stages, config.row_groups
+    item_rows = ROWS * groups
+    blocks = -(-rows // item_rows)
+    turns = width // stored.values // splits  # tiles of stored bytes of an item
+    items, threads = tiles * splits * blocks, min(mosaic.CORES, tiles * splits * blocks)
+    interpreted = mosaic.is_interpreted()
+    sum_dtype = out_dtype if splits == 1 else jnp.dtype(jnp.float32)
+    scratch = {
+        "raw": plgpu.SMEM((stages, groups, ROWS, BYTES), jnp.uint8, transforms=lanes.TILE),
+        "x": plgpu.SMEM((stages, tile, stored.values), jnp.bfloat16, transforms=_INPUTS),
+        "full": plgpu.Barrier(num_arrivals=groups + 1, num_barriers=stages),
+        "empty": plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    }
+    if ways > 1:
+        scratch["partial"] = plgpu.SMEM((ways - 1, groups, ROWS, tile), jnp.float32)
+        scratch["summed"] = plgpu.Barrier(num_arrivals=ways - 1, num_barriers=groups)
+        scratch["read"] = plgpu.Barrier(num_barriers=groups)
+    if interpreted:  # whose wgmma takes no operand in registers
+        scratch["left"] = plgpu.SMEM((WARPGROUPS, ROWS, 64), jnp.bfloat16, transforms=_INPUTS)
+
+    def body(x_ref, weight_ref, scale_ref, group_ref, out_ref, *refs):
+        at = dict(zip(scratch, refs))
+        wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
+        count = (items - thread + threads - 1) // threads
+
+        def walk(step, carry):
+            """step(tile, split, block, weight or -1, carry) -> carry over all items; the next weight is looked up meanwhile."""
+
+            def item(i):
+                return jnp.minimum(thread + i * threads, items - 1)
+
+            def look_up(i):
+                return group_ref[item(i) // (splits * blocks)]
+
+            def one(i, state):
+                carry, found = state
+                following = look_up(i + 1)
+                number, rest = item(i) // (splits * blocks), lax.rem(item(i), splits * blocks)
+                found = jnp.where((found >= 0) & (found < experts), found, -1)
+                return step(number, rest // blocks, lax.rem(rest, blocks), found, carry), following
+
+            return lax.fori_loop(0, count, one, (carry, look_up(0)))[0]
+
+        def produce():
+            plgpu.set_max_registers(config.load, action="decrease")
+
+            def step(number, split, block, expert, loaded):
+                first = expert * rows + block * item_rows
+
+                def load(turn, loaded):
+                    slot = lax.rem(loaded, stages)
+
+                    @pl.when(loaded >= stages)
+                    def _():
+                        plgpu.barrier_wait(at["empty"].at[slot])
+
+                    full = at["full"].at[slot]
+                    turn = split * turns + turn
+                    for i in range(groups):
+                        row = jnp.minimum(first + i * ROWS, experts * rows - ROWS)  # beyond the weight: read, not used
+                        source = weight_ref.at[pl.ds(row, ROWS), pl.ds(turn * BYTES, BYTES)]
+                        plgpu.copy_gmem_to_smem(source, at["raw"].at[slot, i], full)
+                    source = x_ref.at[pl.ds(number * tile, tile), pl.ds(turn * stored.values, stored.values)]
+                    plgpu.copy_gmem_to_smem(source, at["x"].at[slot], full)
+                    return loaded + 1
+
+                return lax.fori_loop(0, jnp.where(expert < 0, 0, turns), load, loaded)
+
+            loaded = walk(step, jnp.int32(0))
+
+            def see_used(i, _):
+                plgpu.barrier_wait(at["empty"].at[lax.rem(i, stages)])
+
+            lax.fori_loop(jnp.maximum(loaded - stages, 0), loaded, see_used, None)
+
+        def multiply():
+            plgpu.set_max_registers(config.math, action="increase")
+            own, way = lax.rem(wg, groups), wg // groups
+
+            def product(acc, left, slot, number):
+                if interpreted:
+                    at["left"][wg] = left
+                    plgpu.commit_smem()
+                    left = at["left"].at[wg]
+                plgpu.wgmma(acc, left, at["x"].at[slot, :, pl.ds(64 * number, 64)].T)
+                plgpu.wgmma_wait(0 if interpreted else 1)  # the operand before this one may be overwritten
+
+            def step(number, split, block, expert, used):
+                row = block * item_rows + own * ROWS
+
+                def scales(turn):
+                    turn = jnp.minimum(split * turns + turn * ways + way, width // stored.values - 1)
+                    at_row = jnp.minimum(jnp.maximum(expert, 0) * rows + row, experts * rows - ROWS)
+                    return lanes.load_scales(scale_ref, at_row, turn * stored.values, stored, rows)
+
+                def sums(acc):
+                    def take(turn, found):
+                        following = scales(turn + 1)
+                        slot = lax.rem(used + turn * ways + way, stages)
+                        plgpu.barrier_wait(at["full"].at[slot])
+                        for part in range(lanes.PARTS):
+                            words = lanes.load_words(at["raw"].at[slot, own], part)
+                            for i in range(stored.operands):
+                                left = lanes.operand(words, found, part, i, stored)
+                                product(acc, left, slot, stored.operands * part + i)
+                        plgpu.wgmma_wait(0)
+                        plgpu.barrier_arrive(at["empty"].at[slot])
+                        return following
+
+                    lax.fori_loop(0, jnp.where(expert < 0, 0, turns // ways), take, scales(0))
+                    return acc[...]
+
+                found = pl.run_scoped(sums, plgpu.ACC((ROWS, tile), jnp.float32))
+
+                def write(found):
+                    @pl.when(row < rows)
+                    def _():
+                        lanes.store(out_ref, found, (split * tiles + number) * tile, row)
+
+                if ways == 1:
+                    write(found)
+                else:
+
+                    @pl.when(way > 0)
+                    def _():
+                        at["partial"][way - 1, own] = found
+                        plgpu.barrier_arrive(at["summed"].at[own])
+                        plgpu.barrier_wait(at["read"].at[own])
+
+                    @pl.when(way == 0)
+                    def _():
+                        plgpu.barrier_wait(at["summed"].at[own])
+                        total = found
+                        for i in range(ways - 1):
+                            total = total + plgpu.load(at["partial"].at[i, own], layout=lanes.WGMMA)
+                        plgpu.barrier_arrive(at["read"].at[own])
+                        write(total)
+
+                return used + jnp.where(expert < 0, 0, turns)
+
+            walk(step, jnp.int32(0))
+
+        lax.cond(wg == WARPGROUPS, produce, multiply)
+
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((splits * tiles * tile, rows), sum_dtype),
+        grid=(threads,),
+        grid_names=("thread",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=list(scratch.values()),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(
+        lanes.in_column_order(x, stored).reshape(tiles * tile, width),
+        lax.bitcast_convert_type(weight, jnp.uint8).reshape(experts * rows, bytes_of_row),
+        scale.reshape(-1, scale.shape[-1]), group,
+    )  # fmt: skip
+    out = out.reshape(splits, tiles, tile, rows)
+    return out[0] if splits == 1 else functools.reduce(jnp.add, out).astype(out_dtype)
