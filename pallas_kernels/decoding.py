@@ -7,6 +7,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from pallas_kernels.lane_ops import i32, i32_type, pair_type, permute
 
 TO_BF16 = 120  # an E4M3 number's bits, three places from the top of a bf16 number's, are 2^-120 times its value
+FP4_TO_BF16 = 126  # and an E2M1 number's 2^-126 times
 
 
 def fp8_pairs(word, magnitudes=None):
@@ -62,10 +63,9 @@ def _fp4_lookup(four, pairs):
 
 
 def fp4_word_pairs(word):
-    """The eight FP4 numbers of a word as pairs of bf16 numbers: the first and fifth, the second and sixth, and so on.
+    """The eight FP4 numbers of a word as 2^-126 times bf16 numbers: the first and fifth, the second and sixth, and so on.
 
-    A product brings sign and magnitude of two numbers to their places at once. The bf16 numbers with those bits are 2^-126
-    times the FP4 numbers, subnormal ones too, and one product of two brings them to their size.
+    A product brings sign and magnitude of two numbers to their places at once.
     """
     later = arith.shrui(word, i32(8))
     found = []
@@ -74,12 +74,8 @@ def fp4_word_pairs(word):
         bits = arith.andi(word if number < 2 else later, four)
         # Magnitudes to bits 6 .. 8 of a half, signs to bit 15; between them lies what is masked out.
         bits = arith.muli(bits, i32((1 << 6 | 1 << 12) >> 4 * (number % 2)))
-        bits = arith.andi(bits, i32(0x81C081C0))
-        found.append(times(llvm.bitcast(pair_type(), bits), i32(_UP_FP4)))
+        found.append(llvm.bitcast(pair_type(), arith.andi(bits, i32(0x81C081C0))))
     return found
-
-
-_UP_FP4 = 0x7E807E80  # 2^126 as a pair of bf16 numbers
 
 
 def down_by(bits, down):

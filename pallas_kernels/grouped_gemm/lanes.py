@@ -16,7 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic, quantize
-from pallas_kernels.decoding import fp4_word_pairs, fp8_pairs, has_nan_code, times
+from pallas_kernels.decoding import FP4_TO_BF16, TO_BF16, fp4_word_pairs, fp8_pairs, has_nan_code, times
 from pallas_kernels.lane_ops import (
     SCALAR,
     WGMMA,
@@ -41,6 +41,7 @@ ROWS = 64  # of a wgmma
 BYTES = 128  # of a row in a tile
 PARTS = 2  # pieces of 16 bytes of a row that a lane reads
 TILE = (plgpu.SwizzleTransform(128),)
+UP = 63  # powers of two by which a scale's factor is above it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Stored:
     def operands(self) -> int:
         """Operands of 64 values that a part makes."""
         return self.values // 64 // PARTS
+
+    @property
+    def down(self) -> int:
+        """Operands are 2^-down times the values that are stored, so that one product brings bits of a number to it: of a
+        scale from 2^-64 to 2^64 exactly. Larger ones are infinite."""
+        return (FP4_TO_BF16 if self.fp4 else TO_BF16) - UP
 
     @property
     def lane_groups(self) -> int:
@@ -159,7 +166,7 @@ def operand(words, scales, part: int, number: int, stored: Stored):
             values = quantize.unpack_fp4(raw)
         else:
             values = jnp.asarray(raw).view(jnp.float8_e4m3fn).astype(jnp.float32)
-        dense = (values * quantize.e8m0_to_float32(scales)).astype(jnp.bfloat16)
+        dense = (values * quantize.e8m0_to_float32(scales) * 2.0**-stored.down).astype(jnp.bfloat16)
         first = 64 * (stored.operands * part + number)
         return in_column_order(dense, stored)[:, first : first + 64]
 
@@ -178,7 +185,7 @@ def operand(words, scales, part: int, number: int, stored: Stored):
             if stored.fp4:
                 pairs = [pair for word in own[2 * number : 2 * number + 2] for pair in fp4_word_pairs(word)]
             else:
-                pairs = [times(pair, i32(_UP_FP8)) for word in own for pair in fp8_pairs(word, magnitudes)]
+                pairs = [pair for word in own for pair in fp8_pairs(word, magnitudes)]
             for i, pair in enumerate(pairs):
                 registers[i, half] = times(pair, factor)
             if magnitudes:
@@ -190,21 +197,16 @@ def operand(words, scales, part: int, number: int, stored: Stored):
     return convert(words, scales)
 
 
-_UP_FP8 = 0x7B807B80  # 2^120, which `fp8_pairs` leaves out, as a pair of bf16 numbers
-
-
 def _factor(scales, number: int):
-    """The pair of bf16 numbers of byte `number` of a word of E8M0 scales: 0 is 2^-127, a subnormal one, and 255 NaN."""
+    """What byte `number` of a word of E8M0 scales stands for, times 2^UP, as a pair of bf16 numbers. NaN for 255."""
     code = arith.andi(arith.shrui(scales, i32(8 * number)), i32(0xFF))
-    bits = arith.shli(code, i32(7))
-    equal = arith.CmpIPredicate.eq
-    bits = arith.select(arith.cmpi(equal, code, i32(0)), i32(0x0040), bits)
-    bits = arith.select(arith.cmpi(equal, code, i32(255)), i32(0x7FFF), bits)
+    bits = arith.shli(arith.minui(arith.addi(code, i32(UP)), i32(255)), i32(7))
+    bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, code, i32(255)), i32(0x7FFF), bits)
     return twice(bits)
 
 
 def store(out_ref, sums, row, column):
-    """Stores sums [64, R], transposed, to rows row .. of out_ref [rows, N] (float32 or bf16, device memory), from `column` on."""
+    """Stores sums [64, R], transposed, to rows row .. of out_ref [rows, N] (float32 or bf16, device memory), column .. + 63."""
     count = sums.shape[1]
 
     def twin(out_ref, sums, row, column):
@@ -232,3 +234,42 @@ def store(out_ref, sums, row, column):
 
     wide = jnp.dtype(out_ref.dtype) == jnp.float32
     write(out_ref, sums, row, column)
+
+
+def set_aside(ref, sums):
+    """Writes sums [64, R] to ref, float32 [64 * R] in shared memory, for `add_aside` by the same threads of a warpgroup."""
+
+    def twin(ref, sums):
+        ref[...] = sums.reshape(-1)
+
+    @mosaic.lane_code(arg_types=(plgpu.RefType(), WGMMA), twin=twin)
+    def write(_, ref, sums):
+        own = _own_pairs(ref)
+        for i, register in enumerate(sums.registers.flat):
+            llvm.store(register, past(own, 8 * 128 * i), alignment=8)
+
+    write(ref, sums)
+
+
+def add_aside(sums, ref):
+    """sums [64, R] and what `set_aside` wrote to ref."""
+
+    @mosaic.lane_code(
+        arg_types=(WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.float32, layout=WGMMA),
+        twin=lambda sums, ref: sums + ref[...].reshape(sums.shape),
+    )
+    def add(_, sums, ref):
+        own = _own_pairs(ref)
+        registers = np.empty(sums.registers.size, dtype=object)
+        for i, register in enumerate(sums.registers.flat):
+            more = llvm.load(register.type, past(own, 8 * 128 * i), alignment=8)
+            registers[i] = arith.addf(register, more)
+        return fragment(registers, sums.shape)
+
+    return add(sums, ref)
+
+
+def _own_pairs(ref):
+    """A pointer to the first pair of numbers of this thread of its warpgroup; the next is that of all its threads further."""
+    return moved(utils.memref_ptr(ref), arith.muli(arith.remui(own_thread(), i32(128)), i32(8)))
