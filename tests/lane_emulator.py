@@ -270,6 +270,7 @@ def assembly(text, constraints, operands, result=None):
         if name.startswith("cp.async"):
             offset, size = re.search(r"\[\$1\+?(\d*)\], (\d+)", found[4]).groups()
             source, size = operands[1].data.astype(np.int64) + int(offset or 0), int(size)
+            assert len(np.unique(to[mask])) == mask.sum(), "two lanes copy to one place"
             if mask.any():
                 write(to[mask], read(source[mask], size))
         elif name.startswith("st.shared.v4.b32"):

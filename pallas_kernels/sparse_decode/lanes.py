@@ -96,11 +96,12 @@ def copy_heads(ref, to, first):
     @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), twin=twin)
     def copy(_, ref, to, first):
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        head = arith.remui(own_thread(), i32(heads))
+        head = arith.remui(own_thread(), i32(128))
         source = utils.getelementptr(mosaic.global_pointer(ref), [arith.addi(mosaic.scalar(first), head)], f32)
         to = utils.getelementptr(utils.memref_ptr(to), [head], f32)
-        addresses = [llvm.ptrtoint(i32_type(), to), llvm.ptrtoint(i64, source)]
-        asm("cp.async.ca.shared.global [$0], [$1], 4;", "r,l,~{memory}", addresses)
+        operands = [llvm.ptrtoint(i32_type(), to), llvm.ptrtoint(i64, source), head]
+        text = f"{{ .reg .pred p; setp.lt.u32 p, $2, {heads};\n@p cp.async.ca.shared.global [$0], [$1], 4; }}"
+        asm(text, "r,l,r,~{memory}", operands)
 
     copy(ref, to, first)
 
