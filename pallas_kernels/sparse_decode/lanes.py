@@ -84,24 +84,24 @@ def load_queries(q_ref, q_s, first, wg, warpgroups: int):
 
 
 def copy_heads(ref, to, first):
-    """Starts copying elements first .. of ref (float32, flat, device memory) to `to`, float32 [heads], by a warpgroup.
+    """Starts copying elements first .. of ref (float32, flat, device memory) to `to`, float32 [128], by a warpgroup.
 
-    By cp.async: they are there with the rows that the same threads copy next.
+    Behind ref's end the last one is repeated. By cp.async: they are there with the rows that the same threads copy next.
     """
-    heads = to.shape[0]
+    size = ref.shape[0]
 
     def twin(ref, to, first):
-        to[...] = ref[pl.ds(first, heads)]
+        to[...] = lax.dynamic_slice(jnp.pad(ref[...], (0, 127), mode="edge"), (first,), (128,))
 
     @mosaic.lane_code(arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR), twin=twin)
     def copy(_, ref, to, first):
         f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        head = arith.remui(own_thread(), i32(128))
-        source = utils.getelementptr(mosaic.global_pointer(ref), [arith.addi(mosaic.scalar(first), head)], f32)
-        to = utils.getelementptr(utils.memref_ptr(to), [head], f32)
-        operands = [llvm.ptrtoint(i32_type(), to), llvm.ptrtoint(i64, source), head]
-        text = f"{{ .reg .pred p; setp.lt.u32 p, $2, {heads};\n@p cp.async.ca.shared.global [$0], [$1], 4; }}"
-        asm(text, "r,l,r,~{memory}", operands)
+        own = arith.remui(own_thread(), i32(128))
+        at = arith.minsi(arith.addi(mosaic.scalar(first), own), i32(size - 1))
+        source = utils.getelementptr(mosaic.global_pointer(ref), [at], f32)
+        to = utils.getelementptr(utils.memref_ptr(to), [own], f32)
+        addresses = [llvm.ptrtoint(i32_type(), to), llvm.ptrtoint(i64, source)]
+        asm("cp.async.ca.shared.global [$0], [$1], 4;", "r,l,~{memory}", addresses)
 
     copy(ref, to, first)
 

@@ -134,7 +134,7 @@ def stages_of(heads, width, layouts):
     row_bytes = max(layout.stride for layout in layouts)
     groups = max(layout.groups for layout in layouts)
     each = BLOCK * (row_bytes + 2 * groups + 4) + 16
-    fixed = heads * (2 * width + WARPGROUPS * (2 * BLOCK + 16) + 28)
+    fixed = heads * (2 * width + WARPGROUPS * (2 * BLOCK + 16) + 24) + 512
     return min(CONFIG.stages, (_SHARED - fixed) // each)
 
 
@@ -178,7 +178,7 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
         "p": plgpu.SMEM((WARPGROUPS, 2, used, 32), jnp.bfloat16, transforms=lanes.HALF_TILE),
         "high": lanes.Maxima.scratch(used, WARPGROUPS),
         "sums": plgpu.SMEM((4 * WARPGROUPS, used), jnp.float32),
-        "sink": plgpu.SMEM((used,), jnp.float32),
+        "sink": plgpu.SMEM((128,), jnp.float32),
         "full": copy_barriers(stages),
         "prepared": plgpu.Barrier(num_barriers=stages),
         "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
@@ -451,7 +451,7 @@ def attend(q, caches, lists, lengths, sink, schedule, *, scale, heads, out_dtype
                 whole = part < 0
                 nothing, weight = total == 0, total
                 if sink_ref is not None:
-                    sinks = plgpu.load(at["sink"], layout=PER_HEAD)
+                    sinks = plgpu.load(at["sink"].at[pl.ds(0, used)], layout=PER_HEAD)
                     weight = total + jnp.exp2(jnp.where(whole, sinks * _LOG2E, -jnp.inf) - high)
                 factor = jnp.where(nothing, 0.0, 1 / weight)
                 lse = jnp.where(nothing, -jnp.inf, high / _LOG2E + jnp.log(jnp.where(nothing, 1.0, total)))
