@@ -200,7 +200,7 @@ def operand(words, scales, part: int, number: int, stored: Stored):
 def _factor(scales, number: int):
     """What byte `number` of a word of E8M0 scales stands for, times 2^UP, as a pair of bf16 numbers. NaN for 255."""
     code = arith.andi(arith.shrui(scales, i32(8 * number)), i32(0xFF))
-    bits = arith.shli(arith.minui(arith.addi(code, i32(UP)), i32(255)), i32(7))
+    bits = arith.shli(arith.minsi(arith.addi(code, i32(UP)), i32(255)), i32(7))
     bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, code, i32(255)), i32(0x7FFF), bits)
     return twice(bits)
 
