@@ -155,11 +155,13 @@ def test_few_tiles_at_a_time(block, monkeypatch):
     assert compiled.memory_analysis().temp_size_in_bytes < 32 * one
 
 
-@pytest.mark.parametrize("tiles, rows, experts, outputs, inputs", [
-    (0, 4, 2, 8, 32), (3, 0, 2, 8, 32), (3, 4, 0, 8, 32), (3, 4, 2, 0, 32), (3, 4, 2, 8, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tiles, rows, experts, outputs, inputs",
+    [(0, 4, 2, 8, 32), (3, 0, 2, 8, 32), (3, 4, 0, 8, 32), (3, 4, 2, 0, 32), (3, 4, 2, 8, 0)],
+)
 @pytest.mark.parametrize("block", [None, 32])
 def test_nothing(tiles, rows, experts, outputs, inputs, block):
+    """Without tiles, rows, weights, outputs or inputs: zeros of the right shape, whatever runs."""
     weight, scale = stored(np.random.default_rng(6), experts, outputs, inputs, block)
     x, group = np.ones((tiles, rows, inputs), np.float32), np.zeros(tiles, np.int32)
     found = run(grouped_gemm, x, weight, scale, group, block=block)

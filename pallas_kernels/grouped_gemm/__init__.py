@@ -30,9 +30,10 @@ def grouped_gemm(
     [E, N, K] with scale [E, ceil(N / bo), ceil(K / bi)] for `block` = (bo, bi) or one number; FP4 is uint8 [E, N, K / 2],
     value 2i in the low nibble of byte i, with scale [E, N, K / 32] and no block.
 
-    Weights are dequantised to x.dtype (exact, except that a device may flush what is below 2^-126), products accumulate in
-    float32 and are rounded once to out_dtype: float32 or bfloat16, default x.dtype. Raises ValueError for other shapes and
-    dtypes. Source: the FP8 and FP4 linear layers of DeepSeek's released inference code.
+    Weights are dequantised to x.dtype, products accumulate in float32 and are rounded once to out_dtype: float32 or
+    bfloat16, default x.dtype. That is exact for scales of 2^-64 to 2^64; beyond, a device may flush small numbers, and a
+    kernel may have infinity for large ones. Raises ValueError for other shapes and dtypes. Source: the FP8 and FP4 linear
+    layers of DeepSeek's released inference code.
     """
     sizes = {}
     checks.shape("weight", weight, "E N stored", sizes)
@@ -41,6 +42,8 @@ def grouped_gemm(
     checks.shape("group", group, "tiles", sizes)
     checks.integer("group", group)
     block, out_dtype = _checked(x, weight, scale, block, out_dtype)
+    if 0 in x.shape or 0 in weight.shape:
+        return jnp.zeros((*x.shape[:-1], weight.shape[-2]), out_dtype)
     return dispatch.call(
         __name__, "grouped_gemm", implementation, x, weight, scale, group, block=block, out_dtype=out_dtype
     )
@@ -55,13 +58,15 @@ def quantized_matmul(
     out_dtype: Any = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows N"]:
-    """Rows times one stored weight: x · dequantised(weight)ᵀ. Everything as in `grouped_gemm`, without E and the groups."""
+    """Rows times one stored weight, x · dequantised(weight)ᵀ: all as in `grouped_gemm`, without E and the groups."""
     sizes = {}
     checks.shape("weight", weight, "N stored", sizes)
     checks.shape("scale", scale, "o i", sizes)
     if x.ndim == 0:
         raise ValueError("x is a single number; its last axis must be the K inputs of the weight.")
     block, out_dtype = _checked(x, weight, scale, block, out_dtype)
+    if 0 in x.shape or 0 in weight.shape:
+        return jnp.zeros((*x.shape[:-1], weight.shape[-2]), out_dtype)
     return dispatch.call(
         __name__, "quantized_matmul", implementation, x, weight, scale, block=block, out_dtype=out_dtype
     )
