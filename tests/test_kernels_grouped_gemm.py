@@ -2,14 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+import lane_emulator as emulator
+import ml_dtypes
 import numpy as np
 import on_chip
 import pytest
 import tolerances
 from jax import lax
+from lane_emulator import Memory, Value, Vector
 
-from pallas_kernels import aot, dispatch, grouped_gemm, mosaic, quantized_matmul
-from pallas_kernels.grouped_gemm import cases, sm90, sm100
+from pallas_kernels import aot, dispatch, grouped_gemm, lane_ops, mosaic, quantized_matmul
+from pallas_kernels.grouped_gemm import cases, sm90, sm100, tmem
 
 FORMS = {  # outputs, inputs, block of FP8 (None: FP4)
     "fp4": (192, 512, None),
@@ -182,6 +185,27 @@ def test_blackwell_is_not_chosen_by_itself():
         dispatch._refuse_unproven(sm100.grouped_gemm, "grouped_gemm", ())
     with pytest.raises(NotImplementedError, match="never run on a GPU"):
         dispatch._refuse_unproven(sm100.quantized_matmul, "quantized_matmul", ())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("width, column", [(128, 0), (320, 128), (320, 256), (64, 0)])
+def test_blackwell_stores_sums_transposed(width, column, dtype):
+    """The lane code itself, also where a weight ends within its 128 rows."""
+    rng = np.random.default_rng(1)
+    sums = rng.standard_normal((128, 16)).astype(np.float32)
+    if column + 128 > width:
+        sums[64:] = sums[:64]
+    pairs = [Vector(Value(sums[:, 2 * i + e], "f32") for e in range(2)) for i in range(8)]
+    with emulator.emulated(tmem, lane_ops):
+        out = Memory(np.full((40, width), 7, dtype))
+        registers = emulator.in_registers(pairs)
+        registers.shape = sums.shape
+        tmem.store(out, registers, 20, column)
+        found = out.array
+    wanted = np.full((40, width), 7, dtype)
+    end = min(column + 128, width)
+    wanted[20:36, column:end] = sums[: end - column].T
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.slow
