@@ -392,8 +392,7 @@ def default_chunk(lm: LanguageModel, longest: int, context: int, requests: int) 
     """Tokens of a chunk of each of `requests` requests with prompts of up to `longest` tokens: the next power of two, 16 at
     least, and no more than DEFAULT_PREFILL_BYTES of temporaries allow at `context` tokens of context.
 
-    The more, the faster: every chunk reads the weights, and dequantises those of the experts that it uses. ValueError where
-    not even one fits.
+    The more, the faster: every chunk reads the weights. ValueError where not even one fits.
     """
     at_once = max(1, requests // lm.groups)  # on a device
     wanted = max(SMALLEST_CHUNK, 1 << (longest - 1).bit_length() if longest else 1)

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dsa_jax import sharding
-from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, LARGEST_CHUNK
-from dsa_jax.memory import LEFT_OUT, CacheBytes, dequantized_bytes, human, part_of, step_bytes
+from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, chunk_of_budget
+from dsa_jax.memory import LEFT_OUT, CacheBytes, expert_bytes, human, part_of, step_bytes
 from dsa_jax.ranks import DIVIDED_OVER
 from dsa_jax.weights import names
 from dsa_jax.weights.official import TensorSpec
@@ -84,8 +84,8 @@ def plan_devices(
     Of the meshes that carry the model it takes the least cp that fits, then the largest tp that divides heads and tiles,
     and leaves the rest of the devices to ep. Where none fits, Engram tables stay in host memory; where that is not enough, it
     is the mesh with the fewest bytes on a device. Beside weights and caches a device needs what a step works in: counted are
-    the engine's budget for prefill, or what a decode step takes if that is more, and dequantised experts in bf16. ValueError
-    for less than one device.
+    the engine's budget for prefill, or what a decode step takes if that is more, and what the experts of the largest step
+    take in bf16 where no kernel multiplies by their stored weights. ValueError for less than one device.
     """
     if devices < 1 or memory < 1:
         raise ValueError(f"{devices} devices of {memory} bytes: both must be at least 1.")
@@ -134,8 +134,8 @@ def _shares(
     scored = -(-cache.context // sharding.ways("context", sizes))
     decode = step_bytes(config, cache.batch, scored, logits=cache.batch)
     shares.append(Share("work of a step", max(DEFAULT_PREFILL_BYTES, decode), "on each"))
-    rows = max(LARGEST_CHUNK, cache.batch)
-    shares.append(Share("dequantised experts", dequantized_bytes(config, rows, itemsize=2), "on each"))
+    rows = max(chunk_of_budget(config, scored, DEFAULT_PREFILL_BYTES, cache.batch), cache.batch)
+    shares.append(Share("work of experts", expert_bytes(config, rows, itemsize=2, stored=False), "on each"))
     return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 

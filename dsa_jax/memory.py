@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from dsa_jax import ops
 from dsa_jax.config import ModelConfig, V41Config
 from dsa_jax.config_v32 import V32Config
 from dsa_jax.layer_plan import draft_plan, layer_plan
-from dsa_jax.layers.moe import DEQUANTIZED_BYTES, tiling
+from dsa_jax.layers.moe import stored_tiling, tiling
 from dsa_jax.sharding import logical_axes
 from dsa_jax.weights import names
 
@@ -209,7 +210,7 @@ def prefill_row_bytes(config: Any, context: int) -> int:
 
 
 def step_bytes(config: Any, rows: int, context: int, logits: int) -> int:
-    """About what a step of `rows` query rows takes while it runs, beside weights, caches and dequantised experts.
+    """About what a step of `rows` query rows takes while it runs, beside weights, caches and what experts take.
 
     As `prefill_row_bytes` counts a row, but of scores no more than exist at one time; and `logits` rows of logits, twice
     more for what sampling makes of them.
@@ -219,12 +220,14 @@ def step_bytes(config: Any, rows: int, context: int, logits: int) -> int:
     return min(rows * scores, max(SCORE_BYTES, scores)) + rows * others + 3 * 4 * logits * config.vocab_size
 
 
-def dequantized_bytes(config: Any, rows: int, itemsize: int) -> int:
-    """Bytes of routed experts' dequantised weights at one time in a step of `rows` query rows, in values of `itemsize` bytes.
+def expert_bytes(config: Any, rows: int, itemsize: int, stored: bool) -> int:
+    """Bytes of one layer's routed experts in a step of `rows` query rows, in values of `itemsize` bytes: the rows of all tiles,
+    with gate and up or with the result, and, unless they are multiplied by as they are `stored`, dequantised weights.
 
-    Those of as many tiles as `layers.moe.Experts` computes at once; where experts are divided, no more than that.
+    Where experts are divided, no more than that.
     """
-    one = 3 * config.hidden_size * config.moe_intermediate_size * itemsize
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
     pairs, experts = rows * config.num_experts_per_tok, config.n_routed_experts
-    _, tiles = tiling(rows, pairs, experts)
-    return one * min(tiles, max(1, DEQUANTIZED_BYTES // one))
+    tile, tiles = (stored_tiling if stored else tiling)(rows, pairs, experts)
+    held, weight = tiles * tile * (hidden + max(hidden, 2 * inner)) * itemsize, hidden * inner * itemsize
+    return held if stored else held + weight * min(tiles, max(1, ops.DEQUANTIZED_BYTES // weight))

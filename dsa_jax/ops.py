@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels import (
     Candidates,
@@ -35,9 +35,14 @@ from pallas_kernels import (
     sparse_decode,
 )
 
+import pallas_kernels as _kernels
+from pallas_kernels import dispatch as _dispatch
 from pallas_kernels import platform as _platform
+from pallas_kernels.grouped_gemm import reference as _stored
+from pallas_kernels.grouped_gemm.reference import DEQUANTIZED_BYTES
 
 __all__ = [
+    "DEQUANTIZED_BYTES",
     "Candidates",
     "IndexFP8",
     "IndexMXFP4",
@@ -57,13 +62,16 @@ __all__ = [
     "expand_candidates",
     "fake_quantize",
     "gather_rows",
+    "grouped_gemm",
     "has_kernels",
     "make_select_schedule",
     "merge_top_k",
+    "multiplies_stored",
     "paged_indexer_logits",
     "positions_to_slots",
     "preferred",
     "quantize_fp8",
+    "quantized_matmul",
     "require",
     "scatter_rows",
     "select",
@@ -159,3 +167,47 @@ def _decoded(cache: PagedRows, slots: Array, table: Array | None, dtype) -> tupl
     place = jax.ops.segment_max(jnp.arange(len(pages), dtype=jnp.int32), pages, cache.pages.shape[0])
     place = gather_rows(place, jnp.where(slots < cache.num_slots, slots // page, -1))
     return rows, jnp.where((slots < 0) | (slots >= cache.num_slots), -1, place * page + slots % page)
+
+
+def quantized_matmul(
+    x: Float[Array, "*rows K"], weight: Shaped[Array, "N stored"], scale: Shaped[Array, "o i"], *, block=None, out_dtype
+) -> Float[Array, "*rows N"]:
+    """pallas_kernels.quantized_matmul; `scale` may also be float32 factors, which no kernel takes."""
+    if scale.dtype == jnp.float32:
+        return _stored.quantized_matmul(x, weight, scale, block=block, out_dtype=jnp.dtype(out_dtype))
+    return _kernels.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
+
+
+def grouped_gemm(
+    x: Float[Array, "tiles R K"],
+    weight: Shaped[Array, "E N stored"],
+    scale: Shaped[Array, "E o i"],
+    group: Int32[Array, " tiles"],
+    *,
+    block=None,
+    out_dtype,
+) -> Float[Array, "tiles R N"]:
+    """pallas_kernels.grouped_gemm; `scale` may also be float32 factors, which no kernel takes."""
+    if scale.dtype == jnp.float32:
+        return _stored.grouped_gemm(x, weight, scale, group, block=block, out_dtype=jnp.dtype(out_dtype))
+    return _kernels.grouped_gemm(x, weight, scale, group, block=block, out_dtype=out_dtype)
+
+
+def multiplies_stored(
+    tiles: int,
+    rows: int,
+    dtype,
+    weight: Array | jax.ShapeDtypeStruct,
+    scale: Array | jax.ShapeDtypeStruct,
+    *,
+    block=None,
+    out_dtype,
+) -> bool:
+    """Whether `grouped_gemm` of so many tiles of rows of `dtype` runs on a kernel, which dequantises no weight into memory."""
+    if scale.dtype == jnp.float32:
+        return False
+    inputs = weight.shape[-1] * (2 if weight.dtype == jnp.uint8 else 1)
+    shapes = (((tiles, rows, inputs), dtype), (weight.shape, weight.dtype), (scale.shape, scale.dtype), ((tiles,), jnp.int32))
+    arrays = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    package = _kernels.grouped_gemm.__module__
+    return _dispatch.runs_kernel(package, "grouped_gemm", *arrays, block=block, out_dtype=jnp.dtype(out_dtype))

@@ -87,6 +87,23 @@ def _call(package: str, function: str, implementation: str | None, *args, **kwar
     return _load(package, implementation, function)(*args, **kwargs)
 
 
+def runs_kernel(package: str, function: str, *args, **kwargs) -> bool:
+    """Whether `call` with these arguments and no implementation runs a kernel: for callers that prepare its arguments in
+    another way for the reference. Arrays, or `jax.ShapeDtypeStruct` in their place; nothing is computed."""
+    chosen = named(None)
+    name = platform.kernel_name() if chosen is None else chosen.removeprefix("interpret_")
+    if name is None or name == "reference":
+        return False
+    try:
+        kernel = _load(package, name, function)
+        if chosen is None:
+            _refuse_unproven(kernel, function, args)
+        jax.eval_shape(functools.partial(kernel, **kwargs), *args)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _refuse_unproven(kernel, function: str, args) -> None:
     """Raises NotImplementedError where the kernel's module holds this call back."""
     unproven = getattr(importlib.import_module(kernel.__module__), "unproven", None)

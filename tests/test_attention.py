@@ -17,6 +17,7 @@ from dsa_jax.config import load_config
 from dsa_jax.layer_plan import layer_plan
 from dsa_jax.layers.attention import Attention, AttentionState
 from dsa_jax.layers.linear import Linear
+from dsa_jax.layers.per_head import per_head
 from dsa_jax.step import Step
 from dsa_jax.tap import Tap
 
@@ -29,6 +30,9 @@ class Unquantized(Linear):
 
     def dequantized(self, numerics):
         return self.weight[...].astype(numerics.dtype)
+
+    def per_group(self, x, numerics):
+        return per_head(x, self.dequantized(numerics).reshape(x.shape[2], -1, x.shape[3]), 2, numerics)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,11 @@ from flax import nnx
 
 from dsa_jax.config import YarnConfig
 from dsa_jax.layer_plan import RopeSpec
-from dsa_jax.layers import engram, hyper_connections, moe, rope
+from dsa_jax.layers import engram, hyper_connections, linear, moe, rope
 from dsa_jax.layers.compressor import Compressor
 from dsa_jax.numerics import BF16, F32, MODES, matmul
 from dsa_jax.step import Step
+from pallas_kernels import platform
 
 MODULE_MODES = {"f32": F32, "bf16": BF16}
 
@@ -171,19 +172,31 @@ def test_ac_65_the_clamp_comes_before_the_product_and_the_gate_is_cut_above_only
     np.testing.assert_allclose(free, [silu(20.0) * -30, silu(-20.0) * 30, silu(3.0) * 2], rtol=1e-6)
 
 
-@pytest.mark.parametrize("at_once", [1, 3, 1000])
+# How pairs of tokens and experts are cut: for weights that are dequantised, and for kernels that take them as stored, whose
+# references run here. Tiles of few rows: more than one for some experts.
+CUTS = {
+    "dequantised": {(moe, "ROWS_OF_DEQUANTIZING"): 4, (moe, "ROWS_OF_READING"): 1},
+    "stored": {(moe.ops, "multiplies_stored"): lambda *_, **__: True},
+    "stored, few rows": {(moe.ops, "multiplies_stored"): lambda *_, **__: True, (linear, "TILE_ROWS"): (1, 4)},
+}
+
+
+def cut_as(name, monkeypatch):
+    for (module, attribute), value in CUTS[name].items():
+        monkeypatch.setattr(module, attribute, value)
+
+
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_experts_equal_a_loop_over_them(tokens, at_once, monkeypatch):
-    """Grouping by expert, tiles, batches of tiles and the ascending sum against one expert at a time; idle rows give 0."""
-    monkeypatch.setattr(moe, "DEQUANTIZED_BYTES", at_once * 3 * 64 * 32 * 4)
-    monkeypatch.setattr(moe, "ROWS_OF_DEQUANTIZING", 4)  # tiles of few rows: more than one for some experts
-    monkeypatch.setattr(moe, "ROWS_OF_READING", 1)
+def test_experts_equal_a_loop_over_them(tokens, cut, monkeypatch):
+    """Grouping by expert, tiles and the ascending sum against one expert at a time; idle rows give 0."""
+    cut_as(cut, monkeypatch)
     rng = np.random.default_rng(tokens)
     experts, width, inner, k = 5, 64, 32, 3
     layer = moe.Experts(experts, width, inner, 10.0)
-    for linear in (layer.w1, layer.w2, layer.w3):
-        linear.weight.set_value(jnp.asarray(rng.integers(0, 256, linear.weight.shape, np.uint8)))
-        linear.scale.set_value(jnp.asarray(rng.integers(120, 124, linear.scale.shape, np.uint8)))
+    for part in (layer.w1, layer.w2, layer.w3):
+        part.weight.set_value(jnp.asarray(rng.integers(0, 256, part.weight.shape, np.uint8)))
+        part.scale.set_value(jnp.asarray(rng.integers(120, 124, part.scale.shape, np.uint8)))
     x = jnp.asarray(rng.standard_normal((tokens, width)), jnp.float32)
     chosen = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
     chosen[: tokens // 2] = np.sort(chosen[:1])[:, ::-1]  # many rows with the same experts: more than one tile
@@ -193,10 +206,10 @@ def test_experts_equal_a_loop_over_them(tokens, at_once, monkeypatch):
     ours = np.asarray(layer(x, jnp.asarray(chosen), weights, jnp.asarray(valid), F32))
     codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float64)
 
-    def dense(linear, e):
-        packed = np.asarray(linear.weight[...])[e]
+    def dense(part, e):
+        packed = np.asarray(part.weight[...])[e]
         values = np.stack([codes[packed & 15], codes[packed >> 4]], -1).reshape(len(packed), -1)
-        return values * np.repeat(2.0 ** (np.asarray(linear.scale[...])[e].astype(float) - 127), 32, axis=1)
+        return values * np.repeat(2.0 ** (np.asarray(part.scale[...])[e].astype(float) - 127), 32, axis=1)
 
     expected = np.zeros((tokens, width))
     for t in np.flatnonzero(valid):
@@ -209,17 +222,17 @@ def test_experts_equal_a_loop_over_them(tokens, at_once, monkeypatch):
     assert not ours[~valid].any()
 
 
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("valid", [0, 1, 64])
 @pytest.mark.parametrize("used", ["one", "rest", "all"])
-def test_experts_of_a_lopsided_routing(used, valid, monkeypatch):
+def test_experts_of_a_lopsided_routing(used, valid, cut, monkeypatch):
     """No routing needs more tiles than are computed, and none changes what a row gets: each expert multiplies by its id."""
     experts, width, tokens = 8, 32, 64
-    monkeypatch.setattr(moe, "ROWS_OF_DEQUANTIZING", 1)
-    monkeypatch.setattr(moe, "ROWS_OF_READING", 1)
+    cut_as(cut, monkeypatch)
     layer = moe.Experts(experts, width, width, 0.0)
 
-    def weighted(expert, rows, weight, numerics):
-        return rows * weight * expert.astype(jnp.float32)
+    def weighted(rows, expert, weight, numerics):
+        return rows * weight * expert[:, None, None].astype(jnp.float32)
 
     monkeypatch.setattr(layer, "weighted", weighted)
     # rest: seven experts have one row each, the last one the others.
@@ -231,17 +244,101 @@ def test_experts_of_a_lopsided_routing(used, valid, monkeypatch):
     assert np.array_equal(np.asarray(ours), np.broadcast_to(expected[:, None], ours.shape))
 
 
-@pytest.mark.parametrize(("tokens", "iterations"), [(1, 1), (10, 1), (32, 5), (2048, 12)])
-def test_the_experts_loop_has_a_length_that_no_routing_changes(tokens, iterations, monkeypatch):
-    """At V4.1's widths with 32 experts on a GPU, where a loop of data-dependent length waits for the host in every iteration.
-    Single rows are computed at once."""
-    monkeypatch.setattr(moe.ops, "has_kernels", lambda: True)
+@pytest.mark.parametrize("tokens, experts, k", [(1, 32, 6), (1, 6, 6), (7, 8, 3), (33, 5, 2), (200, 12, 6), (300, 3, 1)])
+@pytest.mark.parametrize("tile_rows", [(8, 128), (1, 4)])
+def test_no_routing_needs_more_tiles_than_there_are(tokens, experts, k, tile_rows, monkeypatch):
+    """All pairs on as few experts as can be, spread evenly, one each and the rest on one, at random, some on none: every pair
+    has one place in a tile of its expert, and tiles without pairs have no expert."""
+    monkeypatch.setattr(linear, "TILE_ROWS", tile_rows)
+    rng = np.random.default_rng(tokens)
+    pairs = tokens * k
+    few = np.sort(np.tile(np.arange(experts - k, experts), tokens))
+    even = np.sort(np.arange(pairs) % experts)
+    rest = np.sort(np.concatenate([np.arange(min(experts, pairs)), np.repeat(np.arange(k), tokens)])[:pairs])
+    most = np.sort(np.concatenate([rng.permutation(experts)[:k] for _ in range(tokens)]))
+    some = np.sort(np.where(rng.random(pairs) < 0.3, experts, most))
+    cuts = {moe.tiling(tokens, pairs, experts), *(moe.stored_tiling(tokens, pairs, experts, ways) for ways in (1, 4))}
+    for tile, tiles in cuts:
+        for routing in (few, even, rest, most, some, np.full(pairs, experts)):
+            if np.bincount(routing[routing < experts], minlength=1).max() > tokens:
+                continue  # a token's experts differ
+            found, place = map(np.asarray, moe.tiles_of_pairs(jnp.asarray(routing, jnp.int32), experts, tile, tiles))
+            assert found.shape == (tiles,) and place.shape == (tiles, tile)
+            of_pair = np.full(pairs, experts)
+            for expert, own in zip(found, place, strict=True):
+                assert (own >= 0).any() == (0 <= expert < experts) and (expert >= 0 or expert == -1)
+                of_pair[own[own >= 0]] = expert
+            held = np.sum(routing < experts)
+            assert np.array_equal(of_pair, routing) and np.sum(place >= 0) == held
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, ways, expected",
+    [
+        (1, 32, 1, (8, 6)),  # a tensor core's rows; a tile a pair
+        (32, 256, 1, (8, 192)),
+        (32, 32, 1, (16, 44)),  # 6 pairs an expert, 9.7 rows wanted
+        (128, 32, 1, (32, 56)),  # 24 and 31.3
+        (2048, 32, 1, (128, 128)),
+        (2048, 256, 1, (64, 448)),
+        (2048, 32, 8, (64, 224)),  # the same experts on eight devices
+        (16, 2, 1, (16, 2)),  # no more than the tokens
+    ],
+)
+def test_tiles_of_stored_weights(tokens, experts, ways, expected):
+    assert moe.stored_tiling(tokens, 6 * tokens, experts, ways) == expected
+
+
+@pytest.mark.parametrize(("tokens", "iterations"), [(1, 1), (10, 3), (32, 2), (2048, 4)])
+def test_the_experts_have_no_loop_of_a_length_that_a_routing_changes(tokens, iterations):
+    """At V4.1's widths with 32 experts: a loop of data-dependent length waits for the host in every iteration on a GPU. The
+    reference's three products run over as many tiles as DEQUANTIZED_BYTES allows at a time."""
     graph, state = nnx.split(nnx.eval_shape(lambda: moe.Experts(32, 5120, 2304, 10.0)))
     kinds = ((5120,), jnp.bfloat16), ((6,), jnp.int32), ((6,), jnp.float32), ((), jnp.bool_)
     arrays = [jax.ShapeDtypeStruct((tokens, *shape), dtype) for shape, dtype in kinds]
-    program = str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, BF16))(state, *arrays))
+    with moe.ops.preferred("reference"):
+        program = str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, BF16))(state, *arrays))
     assert "while[" not in program and "cond[" not in program
-    assert re.findall(r"\blength=(\d+)", program) == [str(iterations)]
+    assert set(re.findall(r"\blength=(\d+)", program)) == {str(iterations)}
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 2048])
+def test_on_hopper_experts_dequantise_no_weight_into_memory(tokens, monkeypatch):
+    """Traced at V4.1's widths with 32 experts: three kernels on the tiles that stored weights want, and no array as large as
+    a dequantised weight has its shape. In float32, which the kernel does not take, the reference's tiles and products."""
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    graph, state = nnx.split(nnx.eval_shape(lambda: moe.Experts(32, 5120, 2304, 10.0)))
+
+    def traced(numerics):
+        kinds = ((5120,), numerics.dtype), ((6,), jnp.int32), ((6,), jnp.float32), ((), jnp.bool_)
+        arrays = [jax.ShapeDtypeStruct((tokens, *shape), dtype) for shape, dtype in kinds]
+        return str(jax.make_jaxpr(lambda state, *arrays: nnx.merge(graph, state)(*arrays, numerics))(state, *arrays))
+
+    weight = r"(bf16|f32)\[(\d+,)*(2304,(5120|2560)|5120,(2304|1152))\]"
+    program, reference = traced(BF16), traced(F32)
+    tile, tiles = moe.stored_tiling(tokens, 6 * tokens, 32)
+    assert f"bf16[{tiles},{tile},5120]" in program and not re.search(weight, program)
+    assert program.count("name=_multiply") == 3 and "scan[" not in program
+    assert re.search(weight, reference) and "name=_multiply" not in reference
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("batch, count", [(1, 1), (2, 3), (3, 67), (1, 300)])
+def test_outputs_of_a_group_are_made_of_its_inputs_alone(batch, count, stored, monkeypatch):
+    """Groups of outputs as tiles of stored weights, some of them filled up, and as dequantised ones, against float64."""
+    monkeypatch.setattr(linear.ops, "multiplies_stored", lambda *_, **__: stored)
+    rng, groups, inputs, outputs = np.random.default_rng(count), 3, 64, 32
+    layer = linear.QuantizedLinear(groups * outputs, inputs, (16, 32))
+    codes = rng.standard_normal((groups * outputs, inputs)).astype(ml_dtypes.float8_e4m3fn)
+    scale = rng.integers(125, 130, layer.scale.shape).astype(np.uint8)
+    layer.weight.set_value(jnp.asarray(codes))
+    layer.scale.set_value(jnp.asarray(scale))
+    x = rng.standard_normal((batch, count, groups, inputs)).astype(np.float32)
+    weight = codes.astype(np.float64) * np.kron(2.0 ** (scale.astype(float) - 127), np.ones((16, 32)))
+    wanted = np.einsum("bsgi,goi->bsgo", x.astype(np.float64), weight.reshape(groups, outputs, inputs))
+    found = layer.per_group(jnp.asarray(x), F32)
+    assert found.shape == wanted.shape
+    assert np.abs(found - wanted).max() <= tolerances.of("ops.gemm.f32") * np.abs(wanted).max()
 
 
 # ---------------------------------------------------------------- hyper-connections

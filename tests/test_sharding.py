@@ -246,7 +246,7 @@ def test_official_models_are_planned(family, unchecked):
     cache = inventory.caches(config, 131072, 8)
     eight, more = (plan_devices(config, tensors, cache, n, 141 * GIB) for n in (8, 16))
     one = plan_devices(config, tensors, cache, 1, 1000 * GIB)
-    work = 2 * GIB + next(share.nbytes for share in one.shares if share.part == "dequantised experts")
+    work = 2 * GIB + next(share.nbytes for share in one.shares if share.part == "work of experts")
     assert one.total == sum(spec.nbytes for spec in tensors.values()) + cache.total + work
     # Eight groups of the output projection.
     assert eight.mesh == {"ep": 1, "tp": 8, "cp": 1} and more.mesh == {"ep": 2, "tp": 8, "cp": 1}

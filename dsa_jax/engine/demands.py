@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from dsa_jax import ops, sharding
 from dsa_jax.cache.requests import page_bytes, request_bytes
 from dsa_jax.cache.sizes import CacheSizes
 from dsa_jax.engine.programs import Slots
 from dsa_jax.engine.request import terms_of
-from dsa_jax.memory import dequantized_bytes, human, index_score_bytes, prefill_row_bytes, row_width, step_bytes
+from dsa_jax.layers.moe import Experts
+from dsa_jax.memory import expert_bytes, human, index_score_bytes, prefill_row_bytes, row_width, step_bytes
 
 DEFAULT_PREFILL_BYTES = 2 * 2**30
 LARGEST_CHUNK = 4096
@@ -108,9 +110,10 @@ def sizes_of(
         raise ValueError(f"pages={pages} and memory_bytes={memory_bytes} both size the pool: give one of them.")
     if memory_bytes is not None:
         fixed = (max_batch + 1 + snapshots) * state
+        stored = _multiplies_stored(lm)
         work = max(
-            _work(lm, scored, max_batch, 1 + drafts, logits=max_batch * (1 + drafts)),
-            *(_work(lm, scored, requests, rows, logits=requests) for requests, rows in prefill_shapes),
+            _work(lm, stored, scored, max_batch, 1 + drafts, logits=max_batch * (1 + drafts)),
+            *(_work(lm, stored, scored, requests, rows, logits=requests) for requests, rows in prefill_shapes),
         )
         pages = (memory_bytes - fixed - work) // page
         if pages < each:
@@ -137,11 +140,19 @@ def sizes_of(
     )
 
 
-def _work(lm: Any, context: int, requests: int, rows: int, logits: int) -> int:
-    """Bytes that a step of `rows` tokens of each of `requests` requests takes while it runs, beside weights and caches."""
+def _work(lm: Any, stored: bool, context: int, requests: int, rows: int, logits: int) -> int:
+    """Bytes that a step of `rows` tokens of each of `requests` requests takes while it runs, beside weights and caches; experts
+    as memory.expert_bytes counts them."""
     config, queries = lm.config, requests * rows
-    experts = dequantized_bytes(config, queries, lm.numerics.dtype.itemsize)
+    experts = expert_bytes(config, queries, lm.numerics.dtype.itemsize, stored)
     return step_bytes(config, queries, context, logits) + experts + _decoded(config, requests, context)
+
+
+def _multiplies_stored(lm: Any) -> bool:
+    """Whether no weight of the routed experts is dequantised into memory."""
+    experts = (module for _, module in nnx.iter_graph(lm.model()) if isinstance(module, Experts))
+    with ops.preferred(lm.implementation):
+        return all(module.multiplies_stored(1, 1, lm.numerics) for module in experts)
 
 
 def require_kernels(lm: Any, sizes: Sizes) -> None:

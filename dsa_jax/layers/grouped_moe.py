@@ -8,10 +8,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from dsa_jax import ops
 from dsa_jax.config_v32 import V32Config
+from dsa_jax.layers.linear import ExpertLinears
 from dsa_jax.layers.moe import Experts, SharedExpert, swiglu
-from dsa_jax.numerics import Numerics, f32, matmul, matmul_f32
+from dsa_jax.numerics import Numerics, f32, matmul_f32
 from dsa_jax.tap import Tap
 
 
@@ -56,24 +56,17 @@ def route_in_groups(
     return chosen.astype(jnp.int32), weights * routed_scaling_factor
 
 
-class QuantizedExpertLinears(nnx.Module):
+class QuantizedExpertLinears(ExpertLinears):
     """The same FP8 linear of every expert: weight E4M3 [E, out, in] with one scale per tile of each expert.
 
     The input is quantised to FP8 in groups as wide as a tile.
     """
 
     def __init__(self, experts: int, out_features: int, in_features: int, block: tuple[int, int]):
-        self.out_features, self.in_features = out_features, in_features
         self.block, self.input_kind = block, f"fp8_{block[1]}"
         tiles = (-(-out_features // block[0]), -(-in_features // block[1]))
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features), jnp.float8_e4m3fn))
         self.scale = nnx.Param(jnp.zeros((experts, *tiles), jnp.uint8))
-
-    def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
-        """The linear of one expert (a traced index): only its weight is dequantised."""
-        weight, scale = self.weight[...][expert], self.scale[...][expert]
-        dense = ops.dequantize_weight(weight, scale, self.block, numerics.dtype)
-        return numerics.round(matmul(numerics.fake(x, self.input_kind), dense))
 
 
 class QuantizedExperts(Experts):
@@ -86,11 +79,15 @@ class QuantizedExperts(Experts):
         self.w3 = QuantizedExpertLinears(experts, inner, width, block)
 
     def weighted(
-        self, expert: Array, rows: Float[Array, "R d"], weight: Float[Array, "R 1"], numerics: Numerics
-    ) -> Float[Array, "R d"]:
+        self,
+        rows: Float[Array, "tiles R d"],
+        expert: Int32[Array, " tiles"],
+        weight: Float[Array, "tiles R 1"],
+        numerics: Numerics,
+    ) -> Float[Array, "tiles R d"]:
         """expert(rows)·weight, float32."""
-        gate, up = self.w1.one(expert, rows, numerics), self.w3.one(expert, rows, numerics)
-        return f32(self.w2.one(expert, numerics.round(swiglu(gate, up, self.limit, None)), numerics)) * weight
+        gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
+        return f32(self.w2(numerics.round(swiglu(gate, up, self.limit, None)), expert, numerics)) * weight
 
     def weighted_dtype(self, numerics: Numerics) -> Any:
         """float32 in every mode."""

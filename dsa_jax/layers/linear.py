@@ -1,11 +1,18 @@
-"""Linear layers: weights as the checkpoint stores them, dequantised where they are used."""
+"""Linear layers: weights as the checkpoint stores them, dequantised by the operation that multiplies by them."""
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from dsa_jax import ops, ranks
+from dsa_jax.layers.per_head import per_head
 from dsa_jax.numerics import Numerics, matmul, matmul_f32
+
+TILE_ROWS = (8, 128)
+"""Fewest and most rows of a tile that is multiplied by a stored weight: a tensor core's, and a kernel's."""
+
+STORED_ROWS = 256
+"""A weight that so many rows are multiplied by is dequantised once for more of them, and not once for each of their tiles."""
 
 
 class Linear(nnx.Module):
@@ -54,8 +61,36 @@ class QuantizedLinear(nnx.Module):
         return ops.dequantize_weight(self.weight[...], self.scale[...], self.block, numerics.dtype)
 
     def __call__(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows o"]:
-        y = matmul(numerics.fake(x, self.input_kind), self.dequantized(numerics))
-        return numerics.round(y if self.summed_over is None else ranks.total(y, self.summed_over))
+        is_part = self.summed_over is not None and ranks.parts(self.summed_over) > 1
+        x, out_dtype = numerics.fake(x, self.input_kind), jnp.float32 if is_part else numerics.dtype
+        y = ops.quantized_matmul(x, self.weight[...], self.scale[...], block=self.block, out_dtype=out_dtype)
+        return numerics.round(ranks.total(y, self.summed_over)) if is_part else y
+
+    def per_group(self, x: Float[Array, "B S G i"], numerics: Numerics) -> Float[Array, "B S G _"]:
+        """x[.., g, :] times group g of the outputs, of G equal groups; float32 sums, rounded once. x is not quantised."""
+        (batch, count, groups, inputs), dtype = x.shape, numerics.dtype
+        weight = self.weight[...].reshape(groups, -1, inputs)
+        rows = batch * count
+        if rows <= STORED_ROWS and weight.shape[1] % self.block[0] == 0:  # a group has whole tiles of scales
+            scale = self.scale[...]
+            scale = scale.reshape(groups, -1, scale.shape[-1])
+            tile = tile_rows(rows)
+            tiles = -(-rows // tile)
+            options = dict(block=self.block, out_dtype=dtype)
+            if ops.multiplies_stored(groups * tiles, tile, x.dtype, weight, scale, **options):
+                x = jnp.moveaxis(x.reshape(rows, groups, inputs), 1, 0)
+                x = jnp.pad(x, ((0, 0), (0, tiles * tile - rows), (0, 0))).reshape(groups * tiles, tile, inputs)
+                of_tile = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), tiles)
+                y = ops.grouped_gemm(x, weight, scale, of_tile, **options)
+                y = jnp.moveaxis(y.reshape(groups, tiles * tile, -1)[:, :rows], 0, 1)
+                return y.reshape(batch, count, groups, -1)
+        return per_head(x, self.dequantized(numerics).reshape(weight.shape), 2, numerics)
+
+
+def tile_rows(rows: int) -> int:
+    """The rows of a tile that is multiplied by stored weights, for about so many rows of a weight: a power of two."""
+    fewest, most = TILE_ROWS
+    return min(max(fewest, 1 << (rows - 1).bit_length()), most)
 
 
 class ExpertLinears(nnx.Module):
@@ -64,13 +99,22 @@ class ExpertLinears(nnx.Module):
     The input is quantised to FP8 in groups of `group`.
     """
 
+    block: tuple[int, int] | None = None
+
     def __init__(self, experts: int, out_features: int, in_features: int, group: int = 32):
-        self.out_features, self.in_features, self.input_kind = out_features, in_features, f"fp8_{group}"
+        self.input_kind = f"fp8_{group}"
         self.weight = nnx.Param(jnp.zeros((experts, out_features, in_features // 2), jnp.uint8))
         self.scale = nnx.Param(jnp.zeros((experts, out_features, in_features // 32), jnp.uint8))
 
-    def one(self, expert: Array, x: Float[Array, "rows i"], numerics: Numerics) -> Float[Array, "rows o"]:
-        """The linear of one expert (a traced index): only its weight is dequantised."""
-        weight, scale = self.weight[...][expert], self.scale[...][expert]
-        dense = ops.dequantize_fp4_by_parity(weight, scale, numerics.dtype)
-        return numerics.round(matmul(ops.by_parity(numerics.fake(x, self.input_kind)), dense))
+    def __call__(
+        self, x: Float[Array, "tiles R i"], expert: Int32[Array, " tiles"], numerics: Numerics
+    ) -> Float[Array, "tiles R o"]:
+        """Tiles of rows, each by the linear of its expert; 0 for those whose expert is none of 0..E-1."""
+        x, options = numerics.fake(x, self.input_kind), dict(block=self.block, out_dtype=numerics.dtype)
+        return ops.grouped_gemm(x, self.weight[...], self.scale[...], expert, **options)
+
+    def multiplies_stored(self, tiles: int, rows: int, numerics: Numerics) -> bool:
+        """Whether so many tiles of rows are multiplied without a dequantised weight in memory."""
+        weight, scale = self.weight.get_value(), self.scale.get_value()  # which may be shapes alone
+        options = dict(block=self.block, out_dtype=numerics.dtype)
+        return ops.multiplies_stored(tiles, rows, numerics.dtype, weight, scale, **options)

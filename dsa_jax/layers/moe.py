@@ -1,5 +1,6 @@
 """Mixture of experts: routing by sqrt-softplus scores with a selection bias, FP4 routed experts, one shared expert."""
 
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from dsa_jax import ops, ranks
 from dsa_jax.config import V41Config
-from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
+from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear, tile_rows
 from dsa_jax.numerics import Numerics, f32, matmul_f32
 from dsa_jax.tap import Tap
 
@@ -25,9 +26,9 @@ SINGLE_ROWS = 2
 """So many pairs of an expert are multiplied row by row in the time that its weights are dequantised and multiplied in: an H200
 took 30 us for a row, and 57 us for an expert's tile."""
 
-DEQUANTIZED_BYTES = 512 << 20
-"""Most bytes of dequantised weights at one time: all six experts of one token at V4.1's widths in bf16 (425 MB), and
-little beside the caches of a device that holds such a model."""
+SPREAD = 1.5
+"""Where weights are multiplied as they are stored, a tile has room for the pairs of an average expert and so many of their
+standard deviations: of experts chosen at random, nine in ten and more need one tile, and their weights are read once."""
 
 EXCHANGED_BYTES = 256 << 20
 """Most bytes of rows that a device sends at one time to the devices of other requests. A decode step sends far fewer."""
@@ -73,8 +74,8 @@ def route(
 
 
 def swiglu(
-    gate: Float[Array, "T f"], up: Float[Array, "T f"], limit: float, weight: Float[Array, "T 1"] | None
-) -> Float[Array, "T f"]:
+    gate: Float[Array, "*rows f"], up: Float[Array, "*rows f"], limit: float, weight: Float[Array, "*rows 1"] | None
+) -> Float[Array, "*rows f"]:
     """silu(min(gate, limit)) · clip(up, ±limit) · weight, in float32: the clamps come before the product.
 
     A limit of 0 means no clamp.
@@ -101,7 +102,7 @@ class SharedExpert(nnx.Module):
 
 
 def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
-    """(rows of a tile, the most tiles that a routing needs). Tiles belong to one expert each, and a token's experts differ.
+    """(rows of a tile, the most tiles that a routing needs) where the weight of every tile is dequantised.
 
     The rows are a power of two: where experts + pairs / tile tiles of ROWS_OF_DEQUANTIZING + tile rows cost least. With no
     more than SINGLE_ROWS pairs an expert these are single rows, whose products need no dequantised weight in memory.
@@ -110,31 +111,41 @@ def tiling(tokens: int, pairs: int, experts: int) -> tuple[int, int]:
         return 1, pairs
     next_to_root = 1 << ((ROWS_OF_DEQUANTIZING * pairs // experts).bit_length() // 2)
     tile = min(max(next_to_root, ROWS_OF_READING), 1 << (tokens - 1).bit_length())
-    return tile, min(pairs, experts if tile >= tokens else experts + pairs // tile)
+    return tile, most_tiles(tokens, pairs, experts, tile)
+
+
+def stored_tiling(tokens: int, pairs: int, experts: int, ways: int = 1) -> tuple[int, int]:
+    """`tiling` where weights are multiplied as they are stored: tiles cost next to nothing, and an expert's weights are read
+    once for each of its tiles. ways: in how many equal parts experts are divided, of which one has `experts`."""
+    average = pairs / (experts * ways)
+    tile = tile_rows(min(tokens, math.ceil(average + SPREAD * average**0.5)))
+    return tile, most_tiles(tokens, pairs, experts, tile)
+
+
+def most_tiles(tokens: int, pairs: int, experts: int, tile: int) -> int:
+    """The most tiles of one expert each that a routing needs. A token's experts differ."""
+    return min(pairs, experts if tile >= tokens else experts + pairs // tile)
 
 
 def tiles_of_pairs(
     by_expert: Int32[Array, " P"], experts: int, tile: int, tiles: int
 ) -> tuple[Int32[Array, " tiles"], Int32[Array, "tiles tile"]]:
     """Pairs in ascending order of their experts, `experts` for none, cut into tiles: the expert of each tile and the places
-    of its pairs in that order, -1 for none.
-
-    Tiles that hold no pair repeat the last expert in use, whose weights are then likely still in the L2 cache.
-    """
+    of its pairs in that order, -1 for none."""
     number = jnp.arange(tiles, dtype=jnp.int32)
     if tile == 1:
-        held = jnp.sum(by_expert < experts, dtype=jnp.int32)
-        expert = by_expert[jnp.minimum(number, jnp.maximum(held - 1, 0))]
-        return jnp.minimum(expert, experts - 1), jnp.where(number < held, number, -1)[:, None]
+        is_held = by_expert[:tiles] < experts
+        return jnp.where(is_held, by_expert[:tiles], -1), jnp.where(is_held, number, -1)[:, None]
     ids = jnp.arange(experts, dtype=jnp.int32)
     starts, ends = (jnp.searchsorted(by_expert, ids, side=side, method="compare_all") for side in ("left", "right"))
     tiles_of = -((starts - ends) // tile)
     last_tile = jnp.cumsum(tiles_of)
-    used = jnp.minimum(number, last_tile[-1] - 1)
-    expert = jnp.minimum(jnp.searchsorted(last_tile, used, side="right", method="compare_all"), experts - 1)
-    first = starts[expert] + (number - (last_tile - tiles_of)[expert]) * tile
+    expert = jnp.searchsorted(last_tile, number, side="right", method="compare_all").astype(jnp.int32)
+    own = jnp.minimum(expert, experts - 1)
+    first = starts[own] + (number - (last_tile - tiles_of)[own]) * tile
     place = first[:, None] + jnp.arange(tile, dtype=jnp.int32)
-    return expert, jnp.where(place < ends[expert][:, None], place, -1)
+    is_used = number < last_tile[-1]
+    return jnp.where(is_used, expert, -1), jnp.where(is_used[:, None] & (place < ends[own][:, None]), place, -1)
 
 
 class Experts(nnx.Module):
@@ -178,32 +189,32 @@ class Experts(nnx.Module):
         """expert(x)·weight of every pair of a token and an expert, counted from the first that this device holds; 0 for
         others.
 
-        Pairs are sorted by expert and cut into tiles that belong to one expert each. As many tiles are computed at once
-        as DEQUANTIZED_BYTES allows (single rows all on a GPU, where XLA's products dequantise on the way), and always as
-        many as the worst routing needs: a trip count that depends on the routing would be read back to the host before
-        every iteration.
+        Pairs are sorted by expert and cut into tiles that belong to one expert each. There are always as many tiles as the
+        worst routing needs, some of no expert: a count that depended on the routing would be read back to the host.
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
-        tile, tiles = tiling(T, pairs, E)
-        stores_none = tile == 1 and ops.has_kernels()
-        iterations = 1 if stores_none else -(-tiles // max(1, DEQUANTIZED_BYTES // self.dequantized_bytes(numerics)))
-        at_once = -(-tiles // iterations)
-
+        tile, tiles = self.cut(T, pairs, numerics)
         expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
         by_expert, order = lax.sort((expert_of, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
-        expert, place = tiles_of_pairs(by_expert, E, tile, iterations * at_once)
+        expert, place = tiles_of_pairs(by_expert, E, tile, tiles)
         pair = jnp.where(place < 0, -1, ops.gather_rows(order, place))
+        rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
+        weight = ops.gather_rows(weights.reshape(-1), pair)[..., None]
+        out = self.weighted(rows, expert, weight, numerics)
+        row_of = jnp.arange(tiles * tile, dtype=jnp.int32)
+        row_of = ops.scatter_rows(jnp.full(pairs, -1, jnp.int32), pair.reshape(-1), row_of)
+        return ops.gather_rows(out.reshape(-1, d), row_of)
 
-        def one_batch(pairs_out, batch):
-            expert, pair = batch
-            rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
-            weight = ops.gather_rows(weights.reshape(-1), pair)[..., None]
-            out = jax.vmap(lambda *of_tile: self.weighted(*of_tile, numerics))(expert, rows, weight)
-            return ops.scatter_rows(pairs_out, pair.reshape(-1), out.reshape(-1, d)), None
+    def cut(self, tokens: int, pairs: int, numerics: Numerics) -> tuple[int, int]:
+        """(rows of a tile, tiles) for pairs of so many tokens."""
+        experts = len(self.w1.weight[...])
+        tile, tiles = stored_tiling(tokens, pairs, experts, ranks.parts("experts"))
+        return (tile, tiles) if self.multiplies_stored(tiles, tile, numerics) else tiling(tokens, pairs, experts)
 
-        batches = expert.reshape(iterations, at_once), pair.reshape(iterations, at_once, tile)
-        return lax.scan(one_batch, jnp.zeros((pairs, d), self.weighted_dtype(numerics)), batches)[0]
+    def multiplies_stored(self, tiles: int, rows: int, numerics: Numerics) -> bool:
+        """Whether so many tiles of rows are multiplied without dequantised weights in memory."""
+        return all(linear.multiplies_stored(tiles, rows, numerics) for linear in (self.w1, self.w2, self.w3))
 
     def of_pairs_elsewhere(
         self, x: Float[Array, "T d"], expert: Int32[Array, "T k"], weights: Float[Array, "T k"], numerics: Numerics
@@ -245,17 +256,16 @@ class Experts(nnx.Module):
         rounds = ranks.largest(jnp.max(-(-sizes // bucket)), "experts")
         return lax.fori_loop(0, rounds, one_round, out)
 
-    def dequantized_bytes(self, numerics: Numerics) -> int:
-        """Bytes of one expert's dequantised weights."""
-        linears = (self.w1, self.w2, self.w3)
-        return sum(linear.out_features * linear.in_features for linear in linears) * numerics.dtype.itemsize
-
     def weighted(
-        self, expert: Array, rows: Float[Array, "R d"], weight: Float[Array, "R 1"], numerics: Numerics
-    ) -> Float[Array, "R d"]:
+        self,
+        rows: Float[Array, "tiles R d"],
+        expert: Int32[Array, " tiles"],
+        weight: Float[Array, "tiles R 1"],
+        numerics: Numerics,
+    ) -> Float[Array, "tiles R d"]:
         """expert(rows)·weight: the weight enters before w2."""
-        gate, up = self.w1.one(expert, rows, numerics), self.w3.one(expert, rows, numerics)
-        return self.w2.one(expert, numerics.round(swiglu(gate, up, self.limit, weight)), numerics)
+        gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
+        return self.w2(numerics.round(swiglu(gate, up, self.limit, weight)), expert, numerics)
 
     def weighted_dtype(self, numerics: Numerics) -> Any:
         """The dtype that `weighted` returns."""

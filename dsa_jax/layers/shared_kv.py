@@ -12,7 +12,6 @@ from dsa_jax.config import SharedKVConfig
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers.linear import QuantizedLinear
 from dsa_jax.layers.norm import RMSNorm
-from dsa_jax.layers.per_head import per_head
 from dsa_jax.layers.rope import Angles, apply_rope, rope_angles
 from dsa_jax.numerics import Numerics, f32
 from dsa_jax.step import Step, flatten_rows
@@ -107,8 +106,7 @@ class SharedKVAttention(nnx.Module):
                 tap("selected_lse", ranks.joined(lse, "heads", 2))
         groups = self.groups * o.shape[2] // self.heads  # those of the heads that this device has
         o = apply_rope(o, angles, numerics, inverse=True).reshape(*o.shape[:2], groups, -1)
-        wo_a = self.wo_a.dequantized(numerics).reshape(groups, -1, o.shape[-1])
-        u = per_head(o, wo_a, 2, numerics)
+        u = self.wo_a.per_group(o, numerics)
         return self.wo_b(u.reshape(*u.shape[:2], -1), numerics)
 
 
