@@ -45,9 +45,12 @@ def test_parts_of_a_program_go_by_the_names_of_operations():
       %custom-call.3 = f32[4] custom-call(%c), metadata={op_name="jit(decode)/sparse_decode/pallas_call"}
       %dot.4 = f32[4] dot(%d), metadata={op_name="jit(decode)/experts/while/body/dot_general"}
       %copy.5 = f32[4] copy(%e)
+      %custom-call.6 = bf16[4] custom-call(%f), metadata={op_name="jit(decode)/experts/grouped_gemm/jit(_multiply)/body"}
+      %custom-call.7 = bf16[4] custom-call(%g), metadata={op_name="jit(decode)/grouped_gemm/jit(_multiply)/body"}
     """
     assert bench_model._part_of_instructions(program) == {
         "fusion.1": "indexer", "sort.2": "selection", "custom-call.3": "attention", "dot.4": "experts", "copy.5": "rest",
+        "custom-call.6": "experts", "custom-call.7": "rest",
     }  # fmt: skip
 
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROWS, CHUNKS = 512, 6
-SHARED = {"indexer_logits", "candidate_logits", "top_k"}
+SHARED = {"indexer_logits", "candidate_logits", "top_k", "grouped_gemm"}
 KERNELS = {"prefill": SHARED | {"sparse_attention"}, "decode": SHARED | {"sparse_decode"}}
 
 
@@ -125,7 +125,13 @@ def attention_beside(_, again, found):
     return {"error": jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs), "lse": jnp.abs(lse).max()}
 
 
+def products_beside(_, again, found):
+    ours, theirs = found.astype(jnp.float32), again("reference").astype(jnp.float32)
+    return {"error": jnp.linalg.norm(ours - theirs) / jnp.maximum(jnp.linalg.norm(theirs), 1e-9)}
+
+
 BESIDE = {
+    "grouped_gemm": products_beside, "quantized_matmul": products_beside,
     "paged_indexer_logits": scores_beside, "candidate_logits": scores_beside, "top_k": positions_beside,
     "top_k_and_candidate_blocks": positions_beside, "sparse_attention": attention_beside, "sparse_decode": attention_beside,
 }  # fmt: skip
@@ -164,6 +170,8 @@ def test_every_operation_gives_in_the_model_what_its_reference_gives_of_the_same
         assert worst[name, "error"] <= tolerances.of("kernels_indexer.logits") and worst[name, "masks"] == 0
         assert worst[name, "sure"] > 0.5 * worst[name, "ranked"] > 0 and worst[name, "wrong"] == 0
     assert worst["top_k", "wrong"] == worst["top_k_and_candidate_blocks", "wrong"] == 0
+    for name in ("grouped_gemm", "quantized_matmul"):
+        assert worst[name, "error"] <= tolerances.of("kernels.products_in_bf16")
     for name in ("sparse_attention", "sparse_decode"):
         assert worst[name, "error"] <= tolerances.of("kernels.sparse_attention")
         assert worst[name, "lse"] <= tolerances.of("kernels.lse")

@@ -63,6 +63,7 @@ TABLE |= {
     "kernels.sparse_attention.lse": (1e-5, "float32 sums in another order, and exp2 and log2 in place of exp and log"),
     "kernels.gemm.f32": (5e-6, "of a tile's largest: exact products, of which tensor cores cut sums off 48 times at 2^-24"),
     "kernels.lse": (1e-3, "stated bound for any inputs: float32 sums of bf16 products over 512 values in another order"),
+    "kernels.products_in_bf16": (2e-3, "of the norm: exact products, float32 sums in another order, rounded to bf16 (2^-9) in both"),
     "kernels.sparse_attention": (3e-3, "of the output's norm: probabilities and output rounded to bf16 (2^-9 each)"),
 }
 
