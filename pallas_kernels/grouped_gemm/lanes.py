@@ -32,8 +32,8 @@ from pallas_kernels.lane_ops import (
     own_thread,
     pair_type,
     past,
+    permute,
     quad_of,
-    twice,
     warp_of,
 )
 
@@ -57,14 +57,14 @@ class Stored:
         return BYTES * 2 if self.fp4 else BYTES
 
     @property
-    def operands(self) -> int:
-        """Operands of 64 values that a part makes."""
-        return self.values // 64 // PARTS
+    def pieces(self) -> int:
+        """Columns of operands, 64 each, that a tile makes."""
+        return self.values // 64
 
     @property
     def down(self) -> int:
-        """Operands are 2^-down times the values that are stored, so that one product brings bits of a number to it: of a
-        scale from 2^-64 to 2^64 exactly. Larger ones are infinite."""
+        """Operands are 2^-down times what is stored, so that one product makes them of a number's bits and its scale. It is
+        exact for scales from 2^-63 on; one of 2^65 counts as infinite, and larger ones as NaN."""
         return (FP4_TO_BF16 if self.fp4 else TO_BF16) - UP
 
     @property
@@ -85,7 +85,7 @@ def in_column_order(x, stored: Stored):
 
 
 def load_scales(scale_ref, row, column, stored: Stored, rows_of_group: int):
-    """The scales of rows row .. + 63 of the stacked weights and a tile's columns column .. + values - 1, for `operand`.
+    """The scales of rows row .. + 63 of the stacked weights and a tile's columns column .. + values - 1, for `factors`.
 
     scale_ref: uint8, device memory, [E * scale rows, scale columns]; row, column: int32 scalars, multiples of 64 and of a
     tile's values. rows_of_group: rows N of a weight; the last tile of scales may be partial.
@@ -153,56 +153,72 @@ def load_words(raw_ref, part: int):
     return load(raw_ref)
 
 
-def operand(words, scales, part: int, number: int, stored: Stored):
-    """Operand `number` of a part: 64 values of 64 rows as bf16 [64, 64], the left operand of a wgmma.
+def factors(scales, stored: Stored):
+    """What scales of `load_scales` stand for, times 2^UP, in bf16, for `operand`: of each row both that a lane needs."""
+    carried, pack, unpack = carried_words(2)
 
-    words: of `load_words`; scales: of `load_scales`. A NaN code among FP8 values makes a NaN of its row.
+    @mosaic.lane_code(
+        arg_types=(carried,),
+        return_type=plgpu.ShapeDtypeStruct((128 * 2,), jnp.int32, layout=carried),
+        twin=lambda scales: scales,
+    )
+    def convert(_, scales):
+        found = []
+        for codes in unpack(scales):
+            codes = permute(codes, i32(0), 0x4140 if stored.lane_groups > 1 else 0x4040)
+            bits = arith.addi(arith.muli(codes, i32(1 << 7)), i32(UP << 7 | UP << 23))
+            # Above infinity, which is 255 << 7, lie codes that are too large, and that of NaN.
+            found.append(llvm.inline_asm(i32_type(), [bits, i32(0x7FFF7FFF)], "min.u16x2 $0, $1, $2;", "=r,r,r"))
+        return pack(found)
+
+    return convert(scales)
+
+
+def operand(words, scales, pieces, stored: Stored):
+    """`pieces` (numbers, 64 values each) of the 64 rows of a tile as bf16 [64, 64 * pieces], the left operand of a wgmma.
+
+    words: of `load_words`, of every part that has some of the pieces; scales: of `factors`. A NaN code among FP8 values makes
+    a NaN of its row.
     """
     words_layout, _, unpack_words = carried_words(8)
     scales_layout, _, unpack_scales = carried_words(2)
+    parts = [piece * PARTS // stored.pieces for piece in pieces]
 
-    def twin(raw, scales):
+    def twin(scales, *raw):
         if stored.fp4:
-            values = quantize.unpack_fp4(raw)
+            values = quantize.unpack_fp4(raw[0])
         else:
-            values = jnp.asarray(raw).view(jnp.float8_e4m3fn).astype(jnp.float32)
+            values = jnp.asarray(raw[0]).view(jnp.float8_e4m3fn).astype(jnp.float32)
         dense = (values * quantize.e8m0_to_float32(scales) * 2.0**-stored.down).astype(jnp.bfloat16)
-        first = 64 * (stored.operands * part + number)
-        return in_column_order(dense, stored)[:, first : first + 64]
+        return in_column_order(dense, stored)[:, 64 * pieces[0] : 64 * pieces[-1] + 64]
 
     @mosaic.lane_code(
-        arg_types=(words_layout, scales_layout),
-        return_type=plgpu.ShapeDtypeStruct((ROWS, 64), jnp.bfloat16, layout=WGMMA),
+        arg_types=(scales_layout, *[words_layout] * len(words)),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, 64 * len(pieces)), jnp.bfloat16, layout=WGMMA),
         twin=twin,
     )
-    def convert(_, words, scales):
-        words, scales = unpack_words(words), unpack_scales(scales)
-        registers = np.empty((8, 2), dtype=object)
-        for half in range(2):
-            own = words[4 * half : 4 * half + 4]
-            factor = _factor(scales[half], part if stored.lane_groups > 1 else 0)
-            magnitudes = []
-            if stored.fp4:
-                pairs = [pair for word in own[2 * number : 2 * number + 2] for pair in fp4_word_pairs(word)]
-            else:
-                pairs = [pair for word in own for pair in fp8_pairs(word, magnitudes)]
-            for i, pair in enumerate(pairs):
-                registers[i, half] = times(pair, factor)
-            if magnitudes:
-                bits = llvm.bitcast(i32_type(), registers[0, half])
-                bits = arith.select(has_nan_code(magnitudes), i32(0x7FFF7FFF), bits)
-                registers[0, half] = llvm.bitcast(pair_type(), bits)
-        return fragment(registers, (ROWS, 64))
+    def convert(_, scales, *words):
+        words = [unpack_words(each) for each in words]
+        registers = np.empty((len(pieces), 8, 2), dtype=object)
+        for half, factor in enumerate(unpack_scales(scales)):
+            for n, (piece, part) in enumerate(zip(pieces, parts)):
+                own = words[part - parts[0]][4 * half : 4 * half + 4]
+                magnitudes, of_part = [], factor
+                if stored.fp4:
+                    number = piece % (stored.pieces // PARTS)
+                    pairs = [pair for word in own[2 * number : 2 * number + 2] for pair in fp4_word_pairs(word)]
+                    of_part = permute(factor, factor, (0x1010, 0x3232)[part])
+                else:
+                    pairs = [pair for word in own for pair in fp8_pairs(word, magnitudes)]
+                for i, pair in enumerate(pairs):
+                    registers[n, i, half] = times(pair, of_part)
+                if magnitudes:
+                    bits = llvm.bitcast(i32_type(), registers[n, 0, half])
+                    bits = arith.select(has_nan_code(magnitudes), i32(0x7FFF7FFF), bits)
+                    registers[n, 0, half] = llvm.bitcast(pair_type(), bits)
+        return fragment(registers, (ROWS, 64 * len(pieces)))
 
-    return convert(words, scales)
-
-
-def _factor(scales, number: int):
-    """What byte `number` of a word of E8M0 scales stands for, times 2^UP, as a pair of bf16 numbers. NaN for 255."""
-    code = arith.andi(arith.shrui(scales, i32(8 * number)), i32(0xFF))
-    bits = arith.shli(arith.minsi(arith.addi(code, i32(UP)), i32(255)), i32(7))
-    bits = arith.select(arith.cmpi(arith.CmpIPredicate.eq, code, i32(255)), i32(0x7FFF), bits)
-    return twice(bits)
+    return convert(scales, *words)
 
 
 def store(out_ref, sums, row, column):

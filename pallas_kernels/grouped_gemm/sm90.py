@@ -84,9 +84,7 @@ def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
         return out.reshape(*lead, -1)
     tile = _tile_rows(rows, _DENSE_TILE)
     tiles = -(-rows // tile)
-    columns = width // stored.values
-    ways = next(n for n in (4, 2, 1) if columns % n == 0)
-    config = _config(stored, tile, ways, _splits(weight.shape[0], columns // ways, ways))
+    config = _config(stored, tile, *_division(weight.shape[0], width // stored.values))
     x = jnp.pad(x, ((0, tiles * tile - rows), (0, 0))).reshape(tiles, tile, width)
     group = jnp.zeros((tiles,), jnp.int32)
     out = _multiply(x, weight[None], scale[None], group, stored, config, jnp.dtype(out_dtype))
@@ -123,14 +121,24 @@ def _padded(x, tile: int):
     return jnp.pad(x, ((0, 0), (0, tile - x.shape[1]), (0, 0)))
 
 
-def _splits(rows: int, turns: int, ways: int) -> int:
-    """Items among which a row's columns are divided: as few as give every multiprocessor an item, of 2 turns at least."""
-    items = -(-rows // (ROWS * WARPGROUPS // ways))
-    found = 1
-    for splits in range(2, turns // 2 + 1):
-        if turns % splits == 0 and items * found < mosaic.CORES:
-            found = splits
-    return found
+def _division(rows: int, turns: int) -> tuple[int, int]:
+    """(ways, splits) for one weight of so many rows and tiles of stored bytes a row, by estimated microseconds.
+
+    64 rows of a tile take 0.25 in a multiprocessor, an item 1.5 more, and adding sums of several items 2 and what they are.
+    """
+
+    def estimate(ways, splits):
+        items = splits * -(-rows * ways // (ROWS * WARPGROUPS))
+        item = 0.25 * -(-turns // splits) * WARPGROUPS / ways + 1.5
+        return -(-items // mosaic.CORES) * item + (splits > 1) * (2 + 0.2 * splits), ways, splits
+
+    found = [
+        estimate(ways, splits)
+        for ways in (1, 2, 4)
+        for splits in range(1, min(8, turns) + 1)
+        if ways == 1 or turns % (ways * splits) == 0
+    ]
+    return min(found)[1:]
 
 
 def _config(stored: Stored, tile: int, ways: int, splits: int) -> TuningConfig:
@@ -149,7 +157,9 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
     ways, splits, stages, groups = config.ways, config.splits, config.stages, config.row_groups
     item_rows = ROWS * groups
     blocks = -(-rows // item_rows)
-    turns = width // stored.values // splits  # tiles of stored bytes of an item
+    columns = width // stored.values  # tiles of stored bytes
+    at_once = 2 if tile <= FEW_ROWS else 1  # few sums leave registers for longer operands
+    calls = [tuple(range(i, i + at_once)) for i in range(0, stored.pieces, at_once)]
     items, threads = tiles * splits * blocks, min(mosaic.CORES, tiles * splits * blocks)
     interpreted = mosaic.is_interpreted()
     sum_dtype = out_dtype if splits == 1 else jnp.dtype(jnp.float32)
@@ -164,7 +174,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
         scratch["summed"] = plgpu.Barrier(num_arrivals=ways - 1, num_barriers=groups)
         scratch["read"] = plgpu.Barrier(num_barriers=groups)
     if interpreted:  # whose wgmma takes no operand in registers
-        scratch["left"] = plgpu.SMEM((WARPGROUPS, ROWS, 64), jnp.bfloat16, transforms=_INPUTS)
+        scratch["left"] = plgpu.SMEM((WARPGROUPS, ROWS, 64 * at_once), jnp.bfloat16, transforms=_INPUTS)
 
     def body(x_ref, weight_ref, scale_ref, group_ref, out_ref, *refs):
         at = dict(zip(scratch, refs))
@@ -172,7 +182,10 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
         count = (items - thread + threads - 1) // threads
 
         def walk(step, carry):
-            """step(tile, split, block, weight or -1, carry) -> carry over all items; the next weight is looked up meanwhile."""
+            """step(tile, split, block, weight, turns, carry) -> carry over all items; the next weight is looked up meanwhile.
+
+            turns: the first tile of stored bytes and how many, which is 0 for a tile of rows without a weight.
+            """
 
             def item(i):
                 return jnp.minimum(thread + i * threads, items - 1)
@@ -184,15 +197,19 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                 carry, found = state
                 following = look_up(i + 1)
                 number, rest = item(i) // (splits * blocks), lax.rem(item(i), splits * blocks)
-                found = jnp.where((found >= 0) & (found < experts), found, -1)
-                return step(number, rest // blocks, lax.rem(rest, blocks), found, carry), following
+                split, block = rest // blocks, lax.rem(rest, blocks)
+                first, end = (columns * n // splits for n in (split, split + 1))
+                there = (found >= 0) & (found < experts)
+                turns = first, jnp.where(there, end - first, 0)
+                return step(number, split, block, jnp.where(there, found, 0), turns, carry), following
 
             return lax.fori_loop(0, count, one, (carry, look_up(0)))[0]
 
         def produce():
             plgpu.set_max_registers(config.load, action="decrease")
 
-            def step(number, split, block, expert, loaded):
+            def step(number, split, block, expert, turns, loaded):
+                first_turn, count = turns
                 first = expert * rows + block * item_rows
 
                 def load(turn, loaded):
@@ -203,7 +220,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                         plgpu.barrier_wait(at["empty"].at[slot])
 
                     full = at["full"].at[slot]
-                    turn = split * turns + turn
+                    turn = first_turn + turn
                     for i in range(groups):
                         row = jnp.minimum(first + i * ROWS, experts * rows - ROWS)  # beyond the weight: read, not used
                         source = weight_ref.at[pl.ds(row, ROWS), pl.ds(turn * BYTES, BYTES)]
@@ -212,7 +229,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                     plgpu.copy_gmem_to_smem(source, at["x"].at[slot], full)
                     return loaded + 1
 
-                return lax.fori_loop(0, jnp.where(expert < 0, 0, turns), load, loaded)
+                return lax.fori_loop(0, count, load, loaded)
 
             loaded = walk(step, jnp.int32(0))
 
@@ -225,20 +242,21 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
             plgpu.set_max_registers(config.math, action="increase")
             own, way = lax.rem(wg, groups), wg // groups
 
-            def product(acc, left, slot, number):
+            def product(acc, left, slot, pieces):
                 if interpreted:
                     at["left"][wg] = left
                     plgpu.commit_smem()
                     left = at["left"].at[wg]
-                plgpu.wgmma(acc, left, at["x"].at[slot, :, pl.ds(64 * number, 64)].T)
+                plgpu.wgmma(acc, left, at["x"].at[slot, :, pl.ds(64 * pieces[0], 64 * len(pieces))].T)
                 plgpu.wgmma_wait(0 if interpreted else 1)  # the operand before this one may be overwritten
 
-            def step(number, split, block, expert, used):
+            def step(number, split, block, expert, turns, used):
+                first, count = turns
                 row = block * item_rows + own * ROWS
 
                 def scales(turn):
-                    turn = jnp.minimum(split * turns + turn * ways + way, width // stored.values - 1)
-                    at_row = jnp.minimum(jnp.maximum(expert, 0) * rows + row, experts * rows - ROWS)
+                    turn = jnp.minimum(first + turn * ways + way, columns - 1)
+                    at_row = jnp.minimum(expert * rows + row, experts * rows - ROWS)
                     return lanes.load_scales(scale_ref, at_row, turn * stored.values, stored, rows)
 
                 def sums(acc):
@@ -246,16 +264,22 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                         following = scales(turn + 1)
                         slot = lax.rem(used + turn * ways + way, stages)
                         plgpu.barrier_wait(at["full"].at[slot])
-                        for part in range(lanes.PARTS):
-                            words = lanes.load_words(at["raw"].at[slot, own], part)
-                            for i in range(stored.operands):
-                                left = lanes.operand(words, found, part, i, stored)
-                                product(acc, left, slot, stored.operands * part + i)
+                        scaling = lanes.factors(found, stored)
+                        raw = at["raw"].at[slot, own]
+
+                        def load(pieces):
+                            parts = sorted({piece * lanes.PARTS // stored.pieces for piece in pieces})
+                            return [lanes.load_words(raw, part) for part in parts]
+
+                        words = load(calls[0])
+                        for pieces, after in zip(calls, [*calls[1:], ()]):
+                            loaded, words = words, load(after)
+                            product(acc, lanes.operand(loaded, scaling, pieces, stored), slot, pieces)
                         plgpu.wgmma_wait(0)
                         plgpu.barrier_arrive(at["empty"].at[slot])
                         return following
 
-                    lax.fori_loop(0, jnp.where(expert < 0, 0, turns // ways), take, scales(0))
+                    lax.fori_loop(0, count // ways, take, scales(0))
                     return acc[...]
 
                 found = pl.run_scoped(sums, plgpu.ACC((ROWS, tile), jnp.float32))
@@ -284,7 +308,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                         plgpu.barrier_arrive(at["read"].at[own])
                         write(total)
 
-                return used + jnp.where(expert < 0, 0, turns)
+                return used + count
 
             walk(step, jnp.int32(0))
 
