@@ -135,7 +135,8 @@ def _shares(
     decode = step_bytes(config, cache.batch, scored, logits=cache.batch)
     shares.append(Share("work of a step", max(DEFAULT_PREFILL_BYTES, decode), "on each"))
     rows = max(chunk_of_budget(config, scored, DEFAULT_PREFILL_BYTES, cache.batch), cache.batch)
-    shares.append(Share("work of experts", expert_bytes(config, rows, itemsize=2, stored=False), "on each"))
+    experts = expert_bytes(config, rows, itemsize=2, stored=False, ways=sharding.ways("experts", sizes))
+    shares.append(Share("work of experts", experts, "on each"))
     return tuple(sorted(shares, key=lambda share: -share.nbytes))
 
 

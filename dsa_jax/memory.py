@@ -220,14 +220,14 @@ def step_bytes(config: Any, rows: int, context: int, logits: int) -> int:
     return min(rows * scores, max(SCORE_BYTES, scores)) + rows * others + 3 * 4 * logits * config.vocab_size
 
 
-def expert_bytes(config: Any, rows: int, itemsize: int, stored: bool) -> int:
+def expert_bytes(config: Any, rows: int, itemsize: int, stored: bool, ways: int = 1) -> int:
     """Bytes of one layer's routed experts in a step of `rows` query rows, in values of `itemsize` bytes: the rows of all tiles,
     with gate and up or with the result, and, unless they are multiplied by as they are `stored`, dequantised weights.
 
-    Where experts are divided, no more than that.
+    ways: among how many devices, all with these rows, experts are divided.
     """
     hidden, inner = config.hidden_size, config.moe_intermediate_size
-    pairs, experts = rows * config.num_experts_per_tok, config.n_routed_experts
-    tile, tiles = (stored_tiling if stored else tiling)(rows, pairs, experts)
+    pairs, experts = rows * config.num_experts_per_tok, -(-config.n_routed_experts // ways)
+    tile, tiles = stored_tiling(rows, pairs, experts, ways) if stored else tiling(rows, pairs, experts)
     held, weight = tiles * tile * (hidden + max(hidden, 2 * inner)) * itemsize, hidden * inner * itemsize
     return held if stored else held + weight * min(tiles, max(1, ops.DEQUANTIZED_BYTES // weight))

@@ -146,7 +146,7 @@ def test_the_pool_and_the_states_are_as_large_as_was_planned():
 
 def test_a_plan_for_several_devices_counts_what_a_step_works_in(tmp_path, capsys):
     """2 GiB, the engine's prefill, or a decode step that takes more; and the experts of a chunk of 512 tokens, which is what the
-    engine's prefill is at 131,072 tokens, or of the decode step: tiles of 128 rows of 256 experts."""
+    engine's prefill is at 131,072 tokens, or of the decode step: tiles of 128 or 256 rows of a device's 32 experts."""
     config = V32Config.from_dict(RELEASED)
     inventory = inventory_of(config)
 
@@ -156,8 +156,8 @@ def test_a_plan_for_several_devices_counts_what_a_step_works_in(tmp_path, capsys
 
     assert share(8, "work of a step") == 2 * 2**30
     assert share(2048, "work of a step") == 512 * 2**20 + 2048 * (QUERY + 12 * VOCABULARY)
-    assert share(8, "work of experts") == (256 + 512 * 8 // 128) * 128 * ROW_OF_TILE + WEIGHTS
-    assert share(2048, "work of experts") == (256 + 2048 * 8 // 128) * 128 * ROW_OF_TILE + WEIGHTS
+    assert share(8, "work of experts") == (32 + 512 * 8 // 128) * 128 * ROW_OF_TILE + WEIGHTS
+    assert share(2048, "work of experts") == (32 + 2048 * 8 // 256) * 256 * ROW_OF_TILE + WEIGHTS
     write_demo_checkpoint(tmp_path)
     assert cli.main(["inspect", str(tmp_path), "--devices", "2"]) == 0
     assert re.search(r"work of experts +\d+\.\d\d [KM]iB +on each", capsys.readouterr().out)

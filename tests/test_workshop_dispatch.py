@@ -137,3 +137,33 @@ def test_a_preferred_implementation_serves_calls_that_name_none(operation, monke
         assert dispatch.call(operation, "double", None, 3) == 6
     with pytest.raises(ValueError, match="'triton' of any operation is not known"), dispatch.preferred("triton"):
         pass
+
+
+def test_whether_a_kernel_runs_is_known_before_it_is_called(operation, monkeypatch):
+    """As `call` decides: by the GPU at hand, what the kernel carries and holds back, and the implementation preferred."""
+    x, kernel = jax.ShapeDtypeStruct((128,), jnp.float32), sys.modules["made_up.sm90"]
+    assert not dispatch.runs_kernel(operation, "double", x)
+    with dispatch.preferred("interpret_sm90"):
+        assert dispatch.runs_kernel(operation, "double", x, racy=False)
+    monkeypatch.setattr(dispatch.platform, "kernel_name", lambda: "sm90")
+    assert dispatch.runs_kernel(operation, "double", x)
+    assert not dispatch.runs_kernel(operation, "triple", x)
+    with dispatch.preferred("reference"):
+        assert not dispatch.runs_kernel(operation, "double", x)
+    monkeypatch.setattr(dispatch.platform, "kernel_name", lambda: "sm100")
+    assert not dispatch.runs_kernel(operation, "double", x)
+    monkeypatch.setattr(dispatch.platform, "kernel_name", lambda: "sm90")
+
+    def double(x):
+        if x.dtype != jnp.float32:
+            raise NotImplementedError("float32 alone")
+        return x
+
+    double.__module__ = kernel.__name__
+    kernel.double = double
+    assert dispatch.runs_kernel(operation, "double", x)
+    assert not dispatch.runs_kernel(operation, "double", jax.ShapeDtypeStruct((128,), jnp.bfloat16))
+    kernel.unproven = lambda function, arguments: "never ran"
+    assert not dispatch.runs_kernel(operation, "double", x)
+    with dispatch.preferred("sm90"):
+        assert dispatch.runs_kernel(operation, "double", x)

@@ -144,7 +144,8 @@ def _work(lm: Any, stored: bool, context: int, requests: int, rows: int, logits:
     """Bytes that a step of `rows` tokens of each of `requests` requests takes while it runs, beside weights and caches; experts
     as memory.expert_bytes counts them."""
     config, queries = lm.config, requests * rows
-    experts = expert_bytes(config, queries, lm.numerics.dtype.itemsize, stored)
+    ways = 1 if lm.mesh is None else sharding.ways("experts", lm.mesh.shape)
+    experts = expert_bytes(config, queries, lm.numerics.dtype.itemsize, stored, ways)
     return step_bytes(config, queries, context, logits) + experts + _decoded(config, requests, context)
 
 
