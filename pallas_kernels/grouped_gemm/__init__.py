@@ -31,7 +31,7 @@ def grouped_gemm(
     value 2i in the low nibble of byte i, with scale [E, N, K / 32] and no block.
 
     Weights are dequantised to x.dtype, products accumulate in float32 and are rounded once to out_dtype: float32 or
-    bfloat16, default x.dtype. That is exact for scales of 2^-64 to 2^64; beyond, a device may flush small numbers, and a
+    bfloat16, default x.dtype. That is exact for scales of 2^-63 to 2^64; beyond, a device may flush small numbers, and a
     kernel may have infinity for large ones. Raises ValueError for other shapes and dtypes. Source: the FP8 and FP4 linear
     layers of DeepSeek's released inference code.
     """

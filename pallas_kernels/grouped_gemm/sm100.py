@@ -78,7 +78,7 @@ def _multiply(x, weight, scale, group, stored: Stored, out_dtype):
     """x [tiles, R, K] bf16, weight [E, N, stored], scale [E, ..], group [tiles] -> [tiles, R, N]."""
     tiles, tile, width = x.shape
     experts, rows, bytes_of_row = weight.shape
-    turns, products = width // stored.values, stored.values // STEP  # tiles of stored bytes, and operands of one
+    turns, products = width // stored.values, stored.pieces  # tiles of stored bytes, and products with one
 
     def body(x_ref, weight_ref, scale_ref, group_ref, out_ref, *refs):
         raw_s, a_s, x_s, acc, raw_full, raw_empty, a_full, x_full, done = refs
@@ -158,15 +158,16 @@ def _multiply(x, weight, scale, group, stored: Stored, out_dtype):
                 following = scales(turn + 1)
                 stage = lax.rem(turn, STAGES)
                 plgpu.barrier_wait(raw_full.at[stage])
+                scaling = lanes.factors(found, stored)
                 for part in range(lanes.PARTS):
                     words = lanes.load_words(raw_s.at[stage, half], part)
-                    for i in range(stored.operands):
-                        values = lanes.operand(words, found, part, i, stored)
-                        n = turn * products + part * stored.operands + i
-                        wait_for_slot(n)
-                        a_s[lax.rem(n, SLOTS), pl.ds(half * ROWS, ROWS)] = values
+                    for piece in range(part * products // lanes.PARTS, (part + 1) * products // lanes.PARTS):
+                        values = lanes.operand([words], scaling, [piece], stored)
+                        wait_for_slot(turn * products + piece)
+                        slot = lax.rem(turn * products + piece, SLOTS)
+                        a_s[slot, pl.ds(half * ROWS, ROWS)] = values
                         plgpu.commit_smem()
-                        plgpu.barrier_arrive(a_full.at[lax.rem(n, SLOTS)])
+                        plgpu.barrier_arrive(a_full.at[slot])
                 plgpu.barrier_arrive(raw_empty.at[stage])
                 return following
 
