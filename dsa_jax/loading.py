@@ -15,7 +15,7 @@ from dsa_jax.decode import LanguageModel, parameter_names
 from dsa_jax.families import family_of
 from dsa_jax.numerics import numerics
 from dsa_jax.layers.engram import HostTable
-from dsa_jax.weights import LoadPlan, load, make_plan, mapped
+from dsa_jax.weights import LoadPlan, as_exponents, load, make_plan, mapped
 
 log = logging.getLogger("dsa_jax")
 
@@ -53,7 +53,8 @@ def load_model(
     engram_tables: "device", by rows on all of them, or "host": they stay in their files, which are mapped into host memory
     and must stay there, and a step fetches the rows that its tokens need. readers: parameters read at a time, where all of
     them together take no more host memory than the largest part. Weights stay as stored: FP8 and packed FP4 with their
-    scales. All problems of config, tokenizer, tensors and mesh raise a ValueError before any allocation.
+    scales, of which float32 powers of two become exponent bytes. All problems of config, tokenizer, tensors and mesh raise a
+    ValueError before any allocation.
     """
     wanted = numerics(mode)
     if engram_tables not in ENGRAM_TABLES:
@@ -70,7 +71,7 @@ def load_model(
         log.info(note)
     if engram_tables == "host":
         plan = _with_tables_on_host(model, plan)
-    arrays = load(plan, progress=progress, mesh=mesh, readers=readers)
+    arrays = as_exponents(load(plan, progress=progress, mesh=mesh, readers=readers))
     if mesh is None:
         arrays |= {name: jnp.asarray(value) for name, value in buffers.items()}
     else:

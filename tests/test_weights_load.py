@@ -15,7 +15,7 @@ from conftest import read_golden
 from safetensors_files import write_raw, write_sharded
 
 from dsa_jax import sharding
-from dsa_jax.weights import LoadPlan, load, make_plan
+from dsa_jax.weights import LoadPlan, as_exponents, load, make_plan
 from dsa_jax.weights.names import left_out_reason, target
 
 
@@ -244,6 +244,19 @@ def test_ac_28_float_scales_of_experts(tmp_path):
     plan = make_plan({"layers.0.ffn.experts.w1.scale": struct((2, 1, 2), jnp.uint8)}, tmp_path)
     scale = quiet(plan)["layers.0.ffn.experts.w1.scale"]
     assert scale.dtype == jnp.float32 and scale.tolist() == [[[1, 2]], [[2, 3]]]
+
+
+def test_float_scales_that_are_powers_of_two_become_their_exponents(caplog):
+    """Every byte that E8M0 has for a number; where one factor is another number, infinite or NaN, a scale stays as it is."""
+    powers = 2.0 ** (np.arange(255) - 127).reshape(5, 51)
+    given = {"a.scale": jnp.asarray(powers, jnp.float32), "a.weight": jnp.ones(3), "b.scale": jnp.full((1, 2), 130, jnp.uint8)}
+    for i, wrong in enumerate((3.0, -2.0, 0.0, 2.0**-128, np.inf, np.nan)):
+        given[f"c{i}.scale"] = jnp.array([[1.0, wrong]], jnp.float32)
+    found = as_exponents(given)
+    assert found["a.scale"].dtype == jnp.uint8
+    np.testing.assert_array_equal(found["a.scale"], np.arange(255).reshape(5, 51))
+    assert list(found) == list(given) and all(found[name] is given[name] for name in given if name != "a.scale")
+    assert "6 of 7 float scales have factors that are no powers of two" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["F4", "I8", "U8"])
