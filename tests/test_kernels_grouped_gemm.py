@@ -211,11 +211,11 @@ def test_blackwell_stores_sums_transposed(width, column, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("chip, products", [("h200", "HGMMA"), ("b200", "UTCxMMA")])
 def test_compiles_for_a_chip(chip, products):
-    """Weights come by TMA, tensor cores multiply, and nothing spills."""
+    """Weights and inputs come by TMA, tensor cores multiply, and nothing spills."""
     if (reason := aot.missing()) is not None:
         pytest.skip(reason)
     report = aot.compile_report((chip,), "grouped_gemm")
     assert report.kernels and not report.unsupported, report.text()
     for kernel in report.kernels:
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, report.text()
-        assert kernel.instructions[products] >= 4 and kernel.instructions["UTMALDG"] >= 3, report.text()
+        assert kernel.instructions[products] >= 4 and kernel.instructions["UTMALDG"] >= 2, report.text()
