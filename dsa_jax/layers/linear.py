@@ -1,6 +1,7 @@
 """Linear layers: weights as the checkpoint stores them, dequantised by the operation that multiplies by them."""
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int32
 
@@ -80,8 +81,8 @@ class QuantizedLinear(nnx.Module):
             if ops.multiplies_stored(groups * tiles, tile, x.dtype, weight, scale, **options):
                 x = jnp.moveaxis(x.reshape(rows, groups, inputs), 1, 0)
                 x = jnp.pad(x, ((0, 0), (0, tiles * tile - rows), (0, 0))).reshape(groups * tiles, tile, inputs)
-                of_tile = jnp.repeat(jnp.arange(groups, dtype=jnp.int32), tiles)
-                y = ops.grouped_gemm(x, weight, scale, of_tile, **options)
+                of_tile = np.repeat(np.arange(groups, dtype=np.int32), tiles)
+                y = ops.grouped_gemm(x, weight, scale, jnp.asarray(of_tile), **options)
                 y = jnp.moveaxis(y.reshape(groups, tiles * tile, -1)[:, :rows], 0, 1)
                 return y.reshape(batch, count, groups, -1)
         return per_head(x, self.dequantized(numerics).reshape(weight.shape), 2, numerics)
