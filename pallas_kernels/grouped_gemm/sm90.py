@@ -158,7 +158,11 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
     item_rows = ROWS * groups
     blocks = -(-rows // item_rows)
     columns = width // stored.values  # tiles of stored bytes
-    at_once = 2 if tile <= FEW_ROWS else 1  # few sums leave registers for longer operands
+    # Few sums leave registers for longer operands and for those of one tile while the next one's are made, 128 rows' sums for
+    # one operand at a time: with more, the assembler serialises all products (C7512, C7513).
+    few = tile <= FEW_ROWS
+    at_once = 2 if stored.fp4 and few else 1
+    in_flight = 0 if interpreted or tile > 64 else 1
     calls = [tuple(range(i, i + at_once)) for i in range(0, stored.pieces, at_once)]
     items, threads = tiles * splits * blocks, min(mosaic.CORES, tiles * splits * blocks)
     interpreted = mosaic.is_interpreted()
@@ -248,7 +252,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                     plgpu.commit_smem()
                     left = at["left"].at[wg]
                 plgpu.wgmma(acc, left, at["x"].at[slot, :, pl.ds(64 * pieces[0], 64 * len(pieces))].T)
-                plgpu.wgmma_wait(0 if interpreted else 1)  # the operand before this one may be overwritten
+                plgpu.wgmma_wait(in_flight)  # the operand before this one may be overwritten
 
             def step(number, split, block, expert, turns, used):
                 first, count = turns
@@ -260,9 +264,12 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                     return lanes.load_scales(scale_ref, at_row, turn * stored.values, stored, rows)
 
                 def sums(acc):
+                    def slot_of(turn):
+                        return lax.rem(used + turn * ways + way, stages)
+
                     def take(turn, found):
                         following = scales(turn + 1)
-                        slot = lax.rem(used + turn * ways + way, stages)
+                        slot = slot_of(turn)
                         plgpu.barrier_wait(at["full"].at[slot])
                         scaling = lanes.factors(found, stored)
                         raw = at["raw"].at[slot, own]
@@ -275,11 +282,22 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                         for pieces, after in zip(calls, [*calls[1:], ()]):
                             loaded, words = words, load(after)
                             product(acc, lanes.operand(loaded, scaling, pieces, stored), slot, pieces)
-                        plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(at["empty"].at[slot])
+                            if few and pieces is calls[0]:  # what was multiplied before is done, the tile before with it
+
+                                @pl.when(turn > 0)
+                                def _():
+                                    plgpu.barrier_arrive(at["empty"].at[slot_of(turn - 1)])
+
+                        if not few:
+                            plgpu.wgmma_wait(0)
+                            plgpu.barrier_arrive(at["empty"].at[slot])
                         return following
 
-                    lax.fori_loop(0, count // ways, take, scales(0))
+                    last = count // ways - 1
+                    lax.fori_loop(0, last + 1, take, scales(0))
+                    plgpu.wgmma_wait(0)
+                    if few:
+                        pl.when(last >= 0)(lambda: plgpu.barrier_arrive(at["empty"].at[slot_of(last)]))
                     return acc[...]
 
                 found = pl.run_scoped(sums, plgpu.ACC((ROWS, tile), jnp.float32))
