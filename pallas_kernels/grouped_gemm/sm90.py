@@ -158,6 +158,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
     item_rows = ROWS * groups
     blocks = -(-rows // item_rows)
     columns = width // stored.values  # tiles of stored bytes
+    interpreted = mosaic.is_interpreted()
     # Few sums leave registers for longer operands and for those of one tile while the next one's are made, 128 rows' sums for
     # one operand at a time: with more, the assembler serialises all products (C7512, C7513).
     few = tile <= FEW_ROWS
@@ -165,7 +166,6 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
     in_flight = 0 if interpreted or tile > 64 else 1
     calls = [tuple(range(i, i + at_once)) for i in range(0, stored.pieces, at_once)]
     items, threads = tiles * splits * blocks, min(mosaic.CORES, tiles * splits * blocks)
-    interpreted = mosaic.is_interpreted()
     sum_dtype = out_dtype if splits == 1 else jnp.dtype(jnp.float32)
     scratch = {
         "raw": plgpu.SMEM((stages, groups, ROWS, BYTES), jnp.uint8, transforms=lanes.TILE),
