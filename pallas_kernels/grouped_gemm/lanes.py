@@ -73,6 +73,28 @@ class Stored:
         return PARTS if self.fp4 else 1
 
 
+def stored_as(x, weight, block, family: str) -> Stored:
+    """How the weight is stored; NotImplementedError unless the kernels of this operation carry the call."""
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the {family} kernel multiplies bfloat16 inputs, not {x.dtype}.")
+    fp4 = weight.dtype == jnp.uint8
+    stored = Stored(fp4, (1, 32) if fp4 else quantize.tile(block))
+    rows, columns = stored.block
+    if (ROWS % rows and rows % ROWS) or columns % 32 or (stored.values % columns and columns % stored.values):
+        raise NotImplementedError(
+            f"the {family} kernel takes scales of tiles that divide {ROWS} rows or are whole times as many, and 32, 64 or 128 "
+            f"columns; block is {stored.block}."
+        )
+    if weight.shape[-2] % ROWS or x.shape[-1] % stored.values:
+        raise NotImplementedError(
+            f"the {family} kernel takes weights of multiples of {ROWS} rows and {stored.values} columns, not of "
+            f"{weight.shape[-2]} x {x.shape[-1]}."
+        )
+    if weight.size // weight.shape[-1] >= 2**31:
+        raise NotImplementedError(f"the {family} kernel counts the rows of all weights in 31 bits.")
+    return stored
+
+
 def in_column_order(x, stored: Stored):
     """Inputs [.., K] with the columns of every tile in the order of the operands."""
     if stored.fp4:  # quad, part, operand, half, column of a pair, step, pair

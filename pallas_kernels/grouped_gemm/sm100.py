@@ -15,7 +15,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import quantize
 from pallas_kernels.grouped_gemm import lanes, tmem
 from pallas_kernels.grouped_gemm.lanes import BYTES, ROWS, Stored
 
@@ -34,7 +33,7 @@ def unproven(function, args):
 
 def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.grouped_gemm`. bf16 inputs."""
-    stored = _stored(x, weight, block)
+    stored = lanes.stored_as(x, weight, block, "sm100")
     tiles, rows, width = x.shape
     tile = min(MOST_ROWS, max(LEAST_ROWS, 1 << (rows - 1).bit_length()))
     parts = -(-rows // tile)
@@ -49,28 +48,6 @@ def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     group = jnp.zeros(1, jnp.int32)
     out = grouped_gemm(rows, weight[None], scale[None], group, block=block, out_dtype=out_dtype)
     return out.reshape(*x.shape[:-1], -1)
-
-
-def _stored(x, weight, block) -> Stored:
-    """How the weight is stored; NotImplementedError unless the kernel carries the call."""
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the sm100 kernel multiplies bfloat16 inputs, not {x.dtype}.")
-    fp4 = weight.dtype == jnp.uint8
-    stored = Stored(fp4, (1, 32) if fp4 else quantize.tile(block))
-    rows, columns = stored.block
-    if (ROWS % rows and rows % ROWS) or columns % 32 or (stored.values % columns and columns % stored.values):
-        raise NotImplementedError(
-            f"the sm100 kernel takes scales of tiles that divide {ROWS} rows or are whole times as many, and 32, 64 or 128 "
-            f"columns; block is {stored.block}."
-        )
-    if weight.shape[-2] % ROWS or x.shape[-1] % stored.values:
-        raise NotImplementedError(
-            f"the sm100 kernel takes weights of multiples of {ROWS} rows and {stored.values} columns, not of "
-            f"{weight.shape[-2]} x {x.shape[-1]}."
-        )
-    if weight.size // weight.shape[-1] >= 2**31:
-        raise NotImplementedError("the sm100 kernel counts the rows of all weights in 31 bits.")
-    return stored
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5))

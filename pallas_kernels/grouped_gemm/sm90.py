@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic, quantize
+from pallas_kernels import mosaic
 from pallas_kernels.grouped_gemm import lanes, reference
 from pallas_kernels.grouped_gemm.lanes import BYTES, ROWS, Stored
 
@@ -25,6 +25,7 @@ WARPGROUPS = 4  # of arithmetic
 MOST_ROWS = 128  # of a tile
 FEW_ROWS = 32  # of a tile whose products take no longer than its weights' bytes
 MOST_DENSE_ROWS = 256  # a dense weight for more rows is faster dequantised once
+FAST_ROW_BYTES = 8 << 20  # one row times so small a weight is faster by XLA, which dequantises it on the way
 _DENSE_TILE = 64
 _SHARED = 216 * 1024
 _INPUTS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -60,12 +61,10 @@ class TuningConfig:
 
 def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.grouped_gemm`. bf16 inputs, tiles of at most 128 rows."""
-    stored = _stored(x, weight, block)
+    stored = lanes.stored_as(x, weight, block, "sm90")
     tiles, rows, _ = x.shape
     if rows > MOST_ROWS:
         raise NotImplementedError(f"the sm90 kernel takes tiles of at most {MOST_ROWS} rows, not {rows}.")
-    if 0 in (tiles, rows):
-        return jnp.zeros((tiles, rows, weight.shape[1]), out_dtype)
     tile = _tile_rows(rows, MOST_ROWS)
     columns = x.shape[2] // stored.values
     ways = 2 if tile <= FEW_ROWS and columns % 2 == 0 else 1
@@ -74,14 +73,13 @@ def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
 
 
 def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
-    """See `pallas_kernels.grouped_gemm.quantized_matmul`. bf16 inputs; many rows take a dequantised weight."""
-    stored = _stored(x, weight, block)
+    """See `pallas_kernels.grouped_gemm.quantized_matmul`. bf16 inputs; what XLA multiplies faster is left to it."""
+    stored = lanes.stored_as(x, weight, block, "sm90")
     lead, width = x.shape[:-1], x.shape[-1]
+    rows = x.size // width
+    if rows > MOST_DENSE_ROWS or (rows == 1 and weight.size <= FAST_ROW_BYTES):
+        return reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
     x = x.reshape(-1, width)
-    rows = len(x)
-    if not 0 < rows <= MOST_DENSE_ROWS:
-        out = reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
-        return out.reshape(*lead, -1)
     tile = _tile_rows(rows, _DENSE_TILE)
     tiles = -(-rows // tile)
     config = _config(stored, tile, *_division(weight.shape[0], width // stored.values))
@@ -89,28 +87,6 @@ def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     group = jnp.zeros((tiles,), jnp.int32)
     out = _multiply(x, weight[None], scale[None], group, stored, config, jnp.dtype(out_dtype))
     return out.reshape(tiles * tile, -1)[:rows].reshape(*lead, -1)
-
-
-def _stored(x, weight, block) -> Stored:
-    """How the weight is stored; NotImplementedError unless the kernel carries the call."""
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the sm90 kernel multiplies bfloat16 inputs, not {x.dtype}.")
-    fp4 = weight.dtype == jnp.uint8
-    stored = Stored(fp4, (1, 32) if fp4 else quantize.tile(block))
-    rows, columns = stored.block
-    if (ROWS % rows and rows % ROWS) or columns % 32 or (stored.values % columns and columns % stored.values):
-        raise NotImplementedError(
-            f"the sm90 kernel takes scales of tiles that divide 64 rows or are whole times as many, and 32, 64 or 128 columns; "
-            f"block is {stored.block}."
-        )
-    if weight.shape[-2] % ROWS or x.shape[-1] % stored.values:
-        raise NotImplementedError(
-            f"the sm90 kernel takes weights of multiples of {ROWS} rows and {stored.values} columns, not of {weight.shape[-2]} x "
-            f"{x.shape[-1]}."
-        )
-    if weight.size // weight.shape[-1] >= 2**31:
-        raise NotImplementedError("the sm90 kernel counts the rows of all weights in 31 bits.")
-    return stored
 
 
 def _tile_rows(rows: int, most: int) -> int:
