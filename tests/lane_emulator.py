@@ -231,14 +231,15 @@ def permute(low, high, selector):
     return _from_bytes(np.take_along_axis(data, nibbles.astype(np.int64), axis=1), "i32")
 
 
-def assembly(text, constraints, operands, result=None):
+def assembly(text, operands, result, threads):
     """The instructions that the kernels write as text."""
     if "%tid.x" in text:
-        return Value(np.arange(LANES, dtype=np.uint32), "i32")
+        return threads
     if text.startswith("prmt"):
         return permute(*operands)
-    if text.startswith("max.u16x2"):
-        return Value(np.maximum(*(x.data.view(np.uint16) for x in operands)).view(np.uint32), "i32")
+    if text.startswith(("min.u16x2", "max.u16x2")):
+        choose = np.minimum if text.startswith("min") else np.maximum
+        return Value(choose(*(x.data.view(np.uint16) for x in operands)).view(np.uint32), "i32")
     if text.startswith("ex2"):
         return Value(np.exp2(operands[0].data), "f32")
     if "cp.async.bulk" in text:
@@ -321,8 +322,9 @@ def _lane_code(*, arg_types, return_type=None, twin):
     return wrap
 
 
-def _stand_ins():
+def _stand_ins(warpgroup):
     new = types.SimpleNamespace
+    threads = Value(LANES * warpgroup + np.arange(LANES, dtype=np.uint32), "i32")
     ir = new(
         IntegerType=new(get_signless=lambda n: f"i{n}"),
         F32Type=_F32Type,
@@ -356,7 +358,7 @@ def _stand_ins():
         store=lambda x, pointer, alignment=None: write(pointer.data, _to_bytes(x)),
         bitcast=_bitcast,
         ptrtoint=lambda kind, pointer: Value(pointer.data.astype(_NUMPY[kind]), kind),
-        inline_asm=lambda result, operands, text, constraints, **_: assembly(text, constraints, operands, result),
+        inline_asm=lambda result, operands, text, constraints, **_: assembly(text, operands, result, threads),
         intr_fma=lambda a, b, c: Value((a.data.astype(np.float64) * b.data + c.data).astype(np.float32), "f32"),
     )
     vector = new(
@@ -364,7 +366,7 @@ def _stand_ins():
         from_elements=lambda kind, elements: Vector(elements),
     )
     utils = new(
-        thread_idx=lambda: Value(np.arange(LANES, dtype=np.uint32), "i32"),
+        thread_idx=lambda: threads,
         getelementptr=_element_pointer,
         memref_ptr=_pointer,
         c=lambda number, kind: value(number, kind),
@@ -391,12 +393,12 @@ class _VectorType:
 
 
 @contextlib.contextmanager
-def emulated(*modules):
-    """The lane code of `modules` runs on the stand-ins."""
+def emulated(*modules, warpgroup=0):
+    """The lane code of `modules` runs on the stand-ins, as the warpgroup of this number."""
     Memory.every.clear()
     with contextlib.ExitStack() as stack:
         for module in modules:
-            for name, stand_in in _stand_ins().items():
+            for name, stand_in in _stand_ins(warpgroup).items():
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, stand_in))
             if hasattr(module, "mgpu"):
