@@ -29,8 +29,9 @@ CONFIGS: dict[str, Callable] = {
     "V4": lambda: V4Config.from_dict(official_v4_config("flash")),
     "V3.2": lambda: V32Config.from_dict(RELEASED),
 }
-# The parts of a step that choose and attend; the rest (projections, experts, quantisers) is XLA's.
-OPERATIONS = ("indexer_logits", "candidate_logits", "top_k", "sparse_attention", "sparse_decode")
+# The parts of a step that choose and attend, and products with stored weights; of the rest most is XLA's.
+OPERATIONS = ("indexer_logits", "candidate_logits", "top_k", "sparse_attention", "sparse_decode", "grouped_gemm")
+WEIGHTS = {"uint8": "FP4 weights", "float8_e4m3fn": "FP8 weights"}
 STEPS = {"prefill": (1, 64), "decode": (8, 1)}  # requests, rows of each
 
 
@@ -60,7 +61,7 @@ def _calls(config, requests: int, length: int) -> set[tuple[str, ...]]:
             shapes = str(jax.tree.map(lambda leaf: getattr(leaf, "shape", leaf), (args, kwargs)))
             if (function, shapes) not in known:  # layers repeat one another
                 states = (_state(package, chip, function, args, kwargs) for chip in CHIPS)
-                known[function, shapes] = (function, _formats(args), *states)
+                known[function, shapes] = (function, _formats(operation, args), *states)
             found.add(known[function, shapes])
         return real(package, function, implementation, *args, **kwargs)
 
@@ -108,8 +109,10 @@ def _call(kernel, rest, arrays):
     return kernel(*args, **kwargs)
 
 
-def _formats(args) -> str:
-    """The record formats of the caches in a call, else the dtype of its first array."""
+def _formats(operation: str, args) -> str:
+    """The format of the weights in a call, or the record formats of its caches, else the dtype of its first array."""
+    if operation == "grouped_gemm":
+        return WEIGHTS[str(args[1].dtype)]
     caches = [x for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, PagedRows)) if isinstance(x, PagedRows)]
     if caches:
         return " + ".join(type(cache.format).__name__ for cache in caches)
