@@ -113,22 +113,30 @@ def _pack(codes, shape):
     return codes[..., 0] | (codes[..., 1] << 4)
 
 
-@_compiled("group")
-def quantize_mxfp4(x, group=32):
+def _mxfp4(x, group):
+    """E2M1 codes [.., groups, group] and E8M0 exponents [.., groups, 1]."""
     groups = _split(x, group)
     scale = pow2ceil(_amax(groups, 6 * 2.0**-126) * jnp.float32(1 / 6))
     # For a NaN group the exponent bits are 255, which is E8M0's NaN.
-    codes = _e2m1(_over_power(groups, scale), 1.0)
-    exponents = ((_bits(scale) & EXPONENT) >> 23).astype(jnp.uint8)
+    return _e2m1(_over_power(groups, scale), 1.0), ((_bits(scale) & EXPONENT) >> 23).astype(jnp.uint8)
+
+
+def _nvfp4(x, group):
+    """E2M1 codes [.., groups, group] and scales [.., groups, 1], E4M3 numbers in float32."""
+    groups = _split(x, group)
+    scale = round_e4m3(_sixth(_amax(groups, 6 * 2.0**-9)))
+    return _e2m1(groups, scale), scale
+
+
+@_compiled("group")
+def quantize_mxfp4(x, group=32):
+    codes, exponents = _mxfp4(x, group)
     return _pack(codes, x.shape), exponents[..., 0]
 
 
 @_compiled("group")
 def quantize_nvfp4(x, group=16):
-    groups = _split(x, group)
-    amax = _amax(groups, 6 * 2.0**-9)
-    scale = round_e4m3(_sixth(amax))
-    codes = _e2m1(groups, scale)
+    codes, scale = _nvfp4(x, group)
     return _pack(codes, x.shape), scale[..., 0].astype(jnp.float8_e4m3fn)
 
 
@@ -153,7 +161,10 @@ def e8m0_to_float32(codes):
 
 @_compiled()
 def unpack_fp4(packed):
-    codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    return _e2m1_values(jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:-1], 2 * packed.shape[-1]))
+
+
+def _e2m1_values(codes):
     magnitude = (codes & 7).astype(jnp.uint32)
     # Codes 2..7 are 1.m * 2^e with one mantissa bit, so they are the top bits of a float32 from 1 on.
     bits = jnp.where(magnitude >= 2, ((magnitude + 252) << 22), jnp.where(magnitude == 1, jnp.uint32(0x3F000000), 0))
@@ -199,8 +210,8 @@ def fake_quantize(x, kind):
     name, group = kind.split("_")
     if name == "fp8":
         return dequantize_fp8(*quantize_fp8(x, int(group)), x.dtype)
-    quantize = {"mxfp4": quantize_mxfp4, "nvfp4": quantize_nvfp4}[name]
-    return dequantize_fp4(*quantize(x, int(group)), x.dtype)
+    codes, scales = {"mxfp4": _mxfp4, "nvfp4": _nvfp4}[name](x, int(group))
+    return blocks.cast(_scaled(_e2m1_values(codes), scales).reshape(x.shape), x.dtype)
 
 
 def _times_power(values, exponents, log2=0):
