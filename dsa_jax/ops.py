@@ -30,9 +30,9 @@ from pallas_kernels import (
     quantize_fp8,
     scatter_rows,
     select,
-    sinkhorn,
     sparse_attention,
     sparse_decode,
+    split_mixes,
 )
 
 import pallas_kernels as _kernels
@@ -75,9 +75,9 @@ __all__ = [
     "require",
     "scatter_rows",
     "select",
-    "sinkhorn",
     "sparse_attention",
     "sparse_decode",
+    "split_mixes",
 ]
 
 

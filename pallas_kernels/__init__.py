@@ -40,10 +40,10 @@ from pallas_kernels.records import (
     V41NVFP4,
 )
 from pallas_kernels.select import Selection, make_select_schedule, select
-from pallas_kernels.sinkhorn import sinkhorn
 from pallas_kernels.slots import positions_to_slots
 from pallas_kernels.sparse_attention import sparse_attention
 from pallas_kernels.sparse_decode import DecodeSchedule, combine, make_decode_schedule, sparse_decode
+from pallas_kernels.split_mixes import split_mixes
 from pallas_kernels.top_k import candidate_blocks, merge_top_k, top_k, top_k_and_candidate_blocks
 
 __all__ = [
@@ -91,9 +91,9 @@ __all__ = [
     "scatter_rows",
     "select",
     "Selection",
-    "sinkhorn",
     "sparse_attention",
     "sparse_decode",
+    "split_mixes",
     "top_k",
     "top_k_and_candidate_blocks",
     "unpack_fp4",

@@ -12,6 +12,7 @@ import tolerances
 from conftest import read_golden
 from flax import nnx
 
+from dsa_jax import ops
 from dsa_jax.config import YarnConfig
 from dsa_jax.layer_plan import RopeSpec
 from dsa_jax.layers import engram, hyper_connections, linear, moe, rope
@@ -348,7 +349,7 @@ def test_outputs_of_a_group_are_made_of_its_inputs_alone(batch, count, stored, m
 def test_split_mixes(name):
     golden = read_golden("v41/ops/hc_sinkhorn")
     copies, iterations, eps = name.split("_")
-    ours = hyper_connections.split_mixes(
+    ours = ops.split_mixes(
         *(jnp.asarray(golden[f"{name}.{part}"]) for part in ("mixes", "scale", "base")),
         copies=int(copies[2:]), iterations=int(iterations[2:]), eps=float(eps[3:]),
     )  # fmt: skip

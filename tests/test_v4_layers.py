@@ -23,7 +23,7 @@ from dsa_jax.layer_plan_v4 import layer_plan
 from dsa_jax.layers import hash_moe, moe, rope
 from dsa_jax.layers.hadamard import hadamard
 from dsa_jax.layers.hybrid_attention import HybridAttention
-from dsa_jax.layers.hyper_connections import collapse, expand, mixes, split_mixes
+from dsa_jax.layers.hyper_connections import collapse, expand, mixes
 from dsa_jax.layers.linear import ExpertLinears, QuantizedLinear
 from dsa_jax.layers.self_mixed import StreamHead
 from dsa_jax.numerics import BF16, F32, F32Q
@@ -98,7 +98,7 @@ def test_linears_quantise_their_input_in_groups_of_128(kind):
         layer.scale.set_value(jnp.asarray(scale[None]))
 
         def apply(x, numerics):
-            return layer(x[None], jnp.zeros(1, jnp.int32), numerics)[0]
+            return layer(layer.quantized(x, numerics)[None], jnp.zeros(1, jnp.int32), numerics)[0]
 
     exact, wanted = np.asarray(apply(x, F32Q)), golden[f"y_{kind}_fp32"]
     assert np.abs(exact - wanted).max() <= tolerances.of("ops.gemm.f32") * np.abs(wanted).max()
@@ -236,7 +236,7 @@ def test_ac_65_the_clamp_reaches_routed_and_shared_experts():
 def test_split_mixes(name):
     golden = read_golden("v4/ops/hc_sinkhorn")
     copies, iterations, eps = name.split("_")
-    ours = split_mixes(
+    ours = ops.split_mixes(
         *(jnp.asarray(golden[f"{name}.{part}"]) for part in ("mixes", "scale", "base")),
         copies=int(copies[2:]), iterations=int(iterations[2:]), eps=float(eps[3:]),
     )  # fmt: skip

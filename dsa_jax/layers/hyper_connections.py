@@ -26,31 +26,14 @@ def mixes(
     eps: float,
     norm_eps: float,
 ) -> Mixes:
-    """The mixes of a sub-layer from its un-collapsed input stream, in float32.
+    """The mixes of a sub-layer from its un-collapsed input stream, in float32: pre (to read), post (to write), comb (old copy
+    first, new copy second).
 
     One statistic over all copies normalises the product, not the input.
     """
     x = f32(stream).reshape(*stream.shape[:-2], -1)
-    return split_mixes(
-        matmul(x, fn) * inverse_rms(x, norm_eps), scale, base, copies=stream.shape[-2], iterations=iterations, eps=eps
-    )
-
-
-def split_mixes(
-    values: Float[Array, "*rows n"],
-    scale: Float[Array, " 3"],
-    base: Float[Array, " n"],
-    *,
-    copies: int,
-    iterations: int,
-    eps: float,
-) -> Mixes:
-    """pre (to read), post (to write), comb (old copy first, new copy second; nearly doubly stochastic by Sinkhorn)."""
-    c = copies
-    pre = jax.nn.sigmoid(values[..., :c] * scale[0] + base[:c]) + eps
-    post = 2 * jax.nn.sigmoid(values[..., c : 2 * c] * scale[1] + base[c : 2 * c])
-    comb = (values[..., 2 * c :] * scale[2] + base[2 * c :]).reshape(*values.shape[:-1], c, c)
-    return pre, post, ops.sinkhorn(comb, iterations=iterations, eps=eps)
+    values = matmul(x, fn) * inverse_rms(x, norm_eps)
+    return ops.split_mixes(values, scale, base, copies=stream.shape[-2], iterations=iterations, eps=eps)
 
 
 def head_mix(

@@ -1,6 +1,6 @@
-"""Sinkhorn's iterations on Blackwell: Hopper's kernel."""
+"""The mixes of hyper-connections on Blackwell: Hopper's kernel."""
 
-from pallas_kernels.sinkhorn.kernel import sinkhorn as sinkhorn
+from pallas_kernels.split_mixes.kernel import split_mixes as split_mixes
 
 
 def unproven(function, args):

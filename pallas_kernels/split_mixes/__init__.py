@@ -1,0 +1,38 @@
+"""The mixes of hyper-connections: how a sub-layer reads and writes the copies of a residual stream, and mixes them."""
+
+from jaxtyping import Array, Float, Float32
+
+from pallas_kernels import checks, dispatch
+
+Mixes = tuple[Float32[Array, "*rows c"], Float32[Array, "*rows c"], Float32[Array, "*rows c c"]]
+
+
+def split_mixes(
+    values: Float[Array, "*rows n"],
+    scale: Float[Array, " 3"],
+    base: Float[Array, " n"],
+    *,
+    copies: int,
+    iterations: int,
+    eps: float,
+    implementation: str | None = None,
+) -> Mixes:
+    """(pre, post, comb) of n = c (2 + c) values a row, for c copies, in float32.
+
+    With v · scale + base, whose three scales belong to the three parts of a row: pre, to read, is sigmoid + eps; post, to
+    write, 2 sigmoid; comb (old copy first, new copy second) is softmax + eps over the last axis, whose columns and rows are
+    then divided by their sums + eps in turn. Columns come first and last: `iterations` times, and rows one time less.
+    Raises ValueError for other shapes. Source: hc_split_sinkhorn of DeepSeek's released inference code.
+    """
+    checks.positive("copies", copies)
+    checks.positive("iterations", iterations)
+    for name, array in (("values", values), ("scale", scale), ("base", base)):
+        checks.floating(name, array)
+    wanted = copies * (2 + copies)
+    if values.ndim == 0 or values.shape[-1] != wanted or base.shape != (wanted,) or scale.shape != (3,):
+        raise ValueError(
+            f"values, scale and base have shapes {tuple(values.shape)}, {tuple(scale.shape)} and {tuple(base.shape)}; for "
+            f"{copies} copies they must be [..., {wanted}], [3] and [{wanted}]."
+        )
+    options = dict(copies=copies, iterations=iterations, eps=eps)
+    return dispatch.call(__name__, "split_mixes", implementation, values, scale, base, **options)
