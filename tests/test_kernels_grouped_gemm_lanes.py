@@ -4,7 +4,7 @@ import lane_emulator as emulator
 import ml_dtypes
 import numpy as np
 import pytest
-from lane_emulator import Memory, Value, wgmma_array, wgmma_registers
+from lane_emulator import Memory, wgmma_array, wgmma_registers
 from reference import ops as oracle
 
 from pallas_kernels import decoding, lane_ops
@@ -61,10 +61,10 @@ def test_scales_become_factors(fp4, block, outputs, inputs):
     wanted = scale.repeat(block[0], 1)[:, :outputs].repeat(block[1], 2)[..., :inputs]
     assert len(np.unique(wanted)) == min(scale.size, 256)
     per_lane = stored.values // (8 if fp4 else 4)  # values that share a factor in a lane
-    for warpgroup, expert in enumerate(range(3)):
+    for expert in range(3):
         for row in range(0, outputs, 64):
             for column in range(0, inputs, stored.values):
-                with emulator.emulated(*MODULES, warpgroup=warpgroup):
+                with emulator.emulated(*MODULES, warpgroup=expert):
                     stacked = scale.reshape(3 * lines, columns)
                     _, found = factors_of(stored, stacked, expert * outputs + row, column, outputs)
                 of_tile = wanted[expert, row : row + 64, column : column + stored.values]
