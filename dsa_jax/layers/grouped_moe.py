@@ -85,9 +85,10 @@ class QuantizedExperts(Experts):
         weight: Float[Array, "tiles R 1"],
         numerics: Numerics,
     ) -> Float[Array, "tiles R d"]:
-        """expert(rows)·weight, float32."""
+        """expert(rows)·weight, float32, of rows that are quantised for w1."""
         gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
-        return f32(self.w2(numerics.round(swiglu(gate, up, self.limit, None)), expert, numerics)) * weight
+        a = numerics.round(swiglu(gate, up, self.limit, None))
+        return f32(self.w2(self.w2.quantized(a, numerics), expert, numerics)) * weight
 
     def weighted_dtype(self, numerics: Numerics) -> Any:
         """float32 in every mode."""

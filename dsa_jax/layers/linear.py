@@ -110,9 +110,13 @@ class ExpertLinears(nnx.Module):
     def __call__(
         self, x: Float[Array, "tiles R i"], expert: Int32[Array, " tiles"], numerics: Numerics
     ) -> Float[Array, "tiles R o"]:
-        """Tiles of rows, each by the linear of its expert; 0 for those whose expert is none of 0..E-1."""
-        x, options = numerics.fake(x, self.input_kind), dict(block=self.block, out_dtype=numerics.dtype)
+        """Tiles of rows that are `quantized`, each by the linear of its expert; 0 for those whose expert is none of 0..E-1."""
+        options = dict(block=self.block, out_dtype=numerics.dtype)
         return ops.grouped_gemm(x, self.weight[...], self.scale[...], expert, **options)
+
+    def quantized(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows i"]:
+        """The inputs as they are multiplied. Linears with the same inputs can share them."""
+        return numerics.fake(x, self.input_kind)
 
     def multiplies_stored(self, tiles: int, rows: int, numerics: Numerics) -> bool:
         """Whether so many tiles of rows are multiplied without a dequantised weight in memory."""

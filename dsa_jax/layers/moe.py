@@ -199,6 +199,7 @@ class Experts(nnx.Module):
         by_expert, order = lax.sort((expert_of, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
         expert, place = tiles_of_pairs(by_expert, E, tile, tiles)
         pair = jnp.where(place < 0, -1, ops.gather_rows(order, place))
+        x = self.w1.quantized(x, numerics)  # once for all experts of a token, and for w3, whose inputs are the same
         rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
         weight = ops.gather_rows(weights.reshape(-1), pair)[..., None]
         out = self.weighted(rows, expert, weight, numerics)
@@ -263,9 +264,10 @@ class Experts(nnx.Module):
         weight: Float[Array, "tiles R 1"],
         numerics: Numerics,
     ) -> Float[Array, "tiles R d"]:
-        """expert(rows)·weight: the weight enters before w2."""
+        """expert(rows)·weight, of rows that are quantised for w1: the weight enters before w2."""
         gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
-        return self.w2(numerics.round(swiglu(gate, up, self.limit, weight)), expert, numerics)
+        a = numerics.round(swiglu(gate, up, self.limit, weight))
+        return self.w2(self.w2.quantized(a, numerics), expert, numerics)
 
     def weighted_dtype(self, numerics: Numerics) -> Any:
         """The dtype that `weighted` returns."""
