@@ -34,11 +34,11 @@ def test_golden(name, implementation):
 
 
 def test_more_rows_than_threads_and_none():
-    values, scale, base = cases.CASES[1].make(jax.random.key(0))
-    values = values[:200] * jnp.linspace(0, 2, 200)[:, None]
+    values, scale, base, _ = cases.CASES[1].make(jax.random.key(0))
+    values, factor = values[:200], jnp.linspace(0, 8, 200)[:, None]
     options = OPTIONS | {"implementation": on_chip.implementation("sm90")}
-    found = pallas_kernels.split_mixes(values, scale, base, **options)
-    assert cases.error(found, values, scale, base) < tolerances.of("model.hc")
+    found = pallas_kernels.split_mixes(values, scale, base, factor, **options)
+    assert cases.error(found, values, scale, base, factor) < tolerances.of("model.hc")
     none = pallas_kernels.split_mixes(values[:0], scale, base, **options)
     assert [each.shape for each in none] == [(0, 4), (0, 4), (0, 4, 4)]
 
@@ -57,9 +57,11 @@ def test_rows_are_read_and_written_by_their_threads():
 
 
 def test_what_is_refused():
-    values, scale, base = cases.CASES[0].make(jax.random.key(0))
+    values, scale, base, _ = cases.CASES[0].make(jax.random.key(0))
     with pytest.raises(ValueError, match=r"\[..., 15\], \[3\] and \[15\]"):
         pallas_kernels.split_mixes(values, scale, base, **OPTIONS | {"copies": 3})
+    with pytest.raises(ValueError, match="one for every row"):
+        pallas_kernels.split_mixes(values, scale, base, jnp.ones(1), **OPTIONS)
     with pytest.raises(NotImplementedError, match="not 8"):
         pallas_kernels.split_mixes(
             jnp.zeros((1, 80)), scale, jnp.zeros(80), **OPTIONS | {"copies": 8}, implementation=on_chip.implementation("sm90")

@@ -32,8 +32,10 @@ def mixes(
     One statistic over all copies normalises the product, not the input.
     """
     x = f32(stream).reshape(*stream.shape[:-2], -1)
-    values = matmul(x, fn) * inverse_rms(x, norm_eps)
-    return ops.split_mixes(values, scale, base, copies=stream.shape[-2], iterations=iterations, eps=eps)
+    copies = stream.shape[-2]
+    return ops.split_mixes(
+        matmul(x, fn), scale, base, inverse_rms(x, norm_eps), copies=copies, iterations=iterations, eps=eps
+    )
 
 
 def head_mix(

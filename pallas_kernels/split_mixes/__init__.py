@@ -11,6 +11,7 @@ def split_mixes(
     values: Float[Array, "*rows n"],
     scale: Float[Array, " 3"],
     base: Float[Array, " n"],
+    factor: Float[Array, "*row_factors 1"] | None = None,
     *,
     copies: int,
     iterations: int,
@@ -19,7 +20,7 @@ def split_mixes(
 ) -> Mixes:
     """(pre, post, comb) of n = c (2 + c) values a row, for c copies, in float32.
 
-    With v · scale + base, whose three scales belong to the three parts of a row: pre, to read, is sigmoid + eps; post, to
+    With v · factor · scale + base, whose three scales belong to the three parts of a row (no factor: 1): pre, to read, is sigmoid + eps; post, to
     write, 2 sigmoid; comb (old copy first, new copy second) is softmax + eps over the last axis, whose columns and rows are
     then divided by their sums + eps in turn. Columns come first and last: `iterations` times, and rows one time less.
     Raises ValueError for other shapes. Source: hc_split_sinkhorn of DeepSeek's released inference code.
@@ -34,5 +35,9 @@ def split_mixes(
             f"values, scale and base have shapes {tuple(values.shape)}, {tuple(scale.shape)} and {tuple(base.shape)}; for "
             f"{copies} copies they must be [..., {wanted}], [3] and [{wanted}]."
         )
+    if factor is not None:
+        checks.floating("factor", factor)
+        if tuple(factor.shape) != (*values.shape[:-1], 1):
+            raise ValueError(f"factor has shape {tuple(factor.shape)}; it must be {(*values.shape[:-1], 1)}, one for every row.")
     options = dict(copies=copies, iterations=iterations, eps=eps)
-    return dispatch.call(__name__, "split_mixes", implementation, values, scale, base, **options)
+    return dispatch.call(__name__, "split_mixes", implementation, values, scale, base, factor, **options)

@@ -9,11 +9,11 @@ from pallas_kernels.case import Case
 ITERATIONS, EPS, COPIES = 20, 1e-6, 4
 
 
-def error(output, values, scale, base):
+def error(output, values, scale, base, factor):
     """The largest difference of a mix from the same arithmetic in float64."""
     values, scale, base = (np.asarray(each, np.float64) for each in (values, scale, base))
     c = COPIES
-    found = values * np.repeat(scale, (c, c, c * c)) + base
+    found = values * np.asarray(factor, np.float64) * np.repeat(scale, (c, c, c * c)) + base
     sigmoid = 1 / (1 + np.exp(-found[:, : 2 * c]))
     matrix = found[:, 2 * c :].reshape(-1, c, c)
     matrix = np.exp(matrix - matrix.max(-1, keepdims=True))
@@ -31,7 +31,10 @@ def _case(rows, compiled=False):
         shape=f"rows{rows}",
         operation="split_mixes",
         function="split_mixes",
-        make=lambda key: (4 * jax.random.normal(key, (rows, width)), jnp.asarray([1.0, 0.5, 1.5]), jnp.linspace(-1, 1, width)),
+        make=lambda key: (
+            jax.random.normal(key, (rows, width)), jnp.asarray([1.0, 0.5, 1.5]), jnp.linspace(-1, 1, width),
+            jnp.linspace(4, 5, rows)[:, None],
+        ),
         call=lambda function, *arrays: function(*arrays, copies=COPIES, iterations=ITERATIONS, eps=EPS),
         check=error,
         flops=0.0,

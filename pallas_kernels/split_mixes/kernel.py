@@ -23,15 +23,16 @@ EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 @functools.partial(jax.jit, static_argnames=("copies", "iterations", "eps"))
-def split_mixes(values, scale, base, *, copies, iterations, eps):
+def split_mixes(values, scale, base, factor=None, *, copies, iterations, eps):
     """See `pallas_kernels.split_mixes.split_mixes`. float32, at most 4 copies."""
-    if any(each.dtype != jnp.float32 for each in (values, scale, base)):
-        raise NotImplementedError(f"the kernel takes float32, not {values.dtype}, {scale.dtype} and {base.dtype}.")
+    for each in (values, scale, base, *(() if factor is None else (factor,))):
+        if each.dtype != jnp.float32:
+            raise NotImplementedError(f"the kernel takes float32, not {each.dtype}.")
     if copies > LARGEST:
         raise NotImplementedError(f"the kernel takes up to {LARGEST} copies, not {copies}.")
     lead, width = values.shape[:-1], values.shape[-1]
     rows = values.size // width
-    values = values.reshape(rows, width)
+    rowwise = [values.reshape(rows, width)] + ([] if factor is None else [factor.reshape(rows, 1)])
     held = rows if not mosaic.is_interpreted() else -(-rows // THREADS) * THREADS  # whose references have no end to guard
     shapes = [(held, copies), (held, copies), (held, copies**2)]
     c = copies
@@ -57,11 +58,16 @@ def split_mixes(values, scale, base, *, copies, iterations, eps):
     def sigmoid(x):
         return 1 / (1 + jnp.exp(-x))
 
-    def body(values_ref, scale_ref, base_ref, pre_ref, post_ref, comb_ref):
+    def body(scale_ref, base_ref, values_ref, *refs):
+        *factor_ref, pre_ref, post_ref, comb_ref = refs
         first = lax.axis_index("block") * THREADS
         scales = [scale_ref[i] for i in range(3)]
         parts = [0] * c + [1] * c + [2] * c**2
-        found = [load(values_ref, first, i) * scales[part] + base_ref[i] for i, part in enumerate(parts)]
+        own = [load(values_ref, first, i) for i in range(width)]
+        if factor_ref:
+            by = load(*factor_ref, first, 0)
+            own = [x * by for x in own]
+        found = [x * scales[part] + base_ref[i] for i, (x, part) in enumerate(zip(own, parts))]
         for i, x in enumerate(found[:c]):
             store(pre_ref, sigmoid(x) + eps, first, i)
         for i, x in enumerate(found[c : 2 * c]):
@@ -80,7 +86,7 @@ def split_mixes(values, scale, base, *, copies, iterations, eps):
             grid=(-(-rows // THREADS),),
             grid_names=("block",),
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        )(jnp.pad(values, ((0, held - rows), (0, 0))), scale, base)
+        )(scale, base, *(jnp.pad(each, ((0, held - rows), (0, 0))) for each in rowwise))
     pre, post, comb = (each[:rows] for each in out)
     return pre.reshape(*lead, c), post.reshape(*lead, c), comb.reshape(*lead, c, c)
 
