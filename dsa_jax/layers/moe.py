@@ -148,6 +148,28 @@ def tiles_of_pairs(
     return jnp.where(is_used, expert, -1), jnp.where(is_used[:, None] & (place < ends[own][:, None]), place, -1)
 
 
+Tiles = tuple[Int32[Array, " tiles"], Int32[Array, "tiles tile"], Int32[Array, " P"]]
+"""The expert of each tile, its pairs, and the row of each pair among those of all tiles; -1 for none."""
+
+
+def sorted_tiles(expert: Int32[Array, " P"], experts: int, tile: int, tiles: int) -> Tiles:
+    """Tiles of pairs that have these experts, `experts` for none."""
+    by_expert, order = lax.sort((expert, jnp.arange(len(expert), dtype=jnp.int32)), num_keys=1)
+    expert, place = tiles_of_pairs(by_expert, experts, tile, tiles)
+    pair = jnp.where(place < 0, -1, ops.gather_rows(order, place))
+    row = jnp.arange(tiles * tile, dtype=jnp.int32)
+    return expert, pair, ops.scatter_rows(jnp.full(by_expert.shape, -1, jnp.int32), pair.reshape(-1), row)
+
+
+def tiles_of_one_token(expert: Int32[Array, " k"], experts: int, tile: int) -> Tiles:
+    """`sorted_tiles` of one token, whose experts differ: each has a tile, and nothing needs to be sorted."""
+    is_held, number = expert < experts, jnp.arange(len(expert), dtype=jnp.int32)
+    pair = jnp.where(is_held, number, -1)
+    others = jnp.full((len(expert), tile - 1), -1, jnp.int32)
+    row = jnp.where(is_held, number * tile, -1)
+    return jnp.where(is_held, expert, -1), jnp.concatenate([pair[:, None], others], axis=1), row
+
+
 class Experts(nnx.Module):
     """The routed experts, stacked: FP4 linears w1 (gate), w3 (up), w2 (down); inputs in FP8 groups of `group`."""
 
@@ -189,22 +211,18 @@ class Experts(nnx.Module):
         """expert(x)·weight of every pair of a token and an expert, counted from the first that this device holds; 0 for
         others.
 
-        Pairs are sorted by expert and cut into tiles that belong to one expert each. There are always as many tiles as the
+        Pairs are cut into tiles that belong to one expert each. There are always as many tiles as the
         worst routing needs, some of no expert: a count that depended on the routing would be read back to the host.
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
         tile, tiles = self.cut(T, pairs, numerics)
         expert_of = jnp.where((expert >= 0) & (expert < E), expert, E).reshape(-1)
-        by_expert, order = lax.sort((expert_of, jnp.arange(pairs, dtype=jnp.int32)), num_keys=1)
-        expert, place = tiles_of_pairs(by_expert, E, tile, tiles)
-        pair = jnp.where(place < 0, -1, ops.gather_rows(order, place))
+        expert, pair, row_of = tiles_of_one_token(expert_of, E, tile) if T == 1 else sorted_tiles(expert_of, E, tile, tiles)
         x = self.w1.quantized(x, numerics)  # once for all experts of a token, and for w3, whose inputs are the same
         rows = ops.gather_rows(x, jnp.where(pair < 0, -1, pair // k))
         weight = ops.gather_rows(weights.reshape(-1), pair)[..., None]
         out = self.weighted(rows, expert, weight, numerics)
-        row_of = jnp.arange(tiles * tile, dtype=jnp.int32)
-        row_of = ops.scatter_rows(jnp.full(pairs, -1, jnp.int32), pair.reshape(-1), row_of)
         return ops.gather_rows(out.reshape(-1, d), row_of)
 
     def cut(self, tokens: int, pairs: int, numerics: Numerics) -> tuple[int, int]:
