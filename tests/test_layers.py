@@ -245,6 +245,19 @@ def test_experts_of_a_lopsided_routing(used, valid, cut, monkeypatch):
     assert np.array_equal(np.asarray(ours), np.broadcast_to(expected[:, None], ours.shape))
 
 
+@pytest.mark.parametrize("tile", [1, 8])
+@pytest.mark.parametrize("experts", [[4, 0, 7, 2, 31, 9], [4, 32, 7, 32, 31, 9], [32] * 6])
+def test_pairs_lie_where_the_tiles_say(experts, tile):
+    """One token, whose pairs need no sorting; 32 means none."""
+    held = jnp.asarray(experts, jnp.int32)
+    for expert, pair, row in (moe.tiles_of_one_token(held, 32, tile), moe.sorted_tiles(held, 32, tile, 6)):
+        expert, pair, row = map(np.asarray, (expert, pair, row))
+        assert pair.shape == (6, tile) and sorted(pair[pair >= 0]) == [i for i, e in enumerate(experts) if e < 32]
+        for i, e in enumerate(experts):
+            assert (row[i] == -1) if e == 32 else (pair.reshape(-1)[row[i]] == i and expert[row[i] // tile] == e)
+        assert all(e == -1 for e, own in zip(expert, pair, strict=True) if (own < 0).all())
+
+
 @pytest.mark.parametrize("tokens, experts, k", [(1, 32, 6), (1, 6, 6), (7, 8, 3), (33, 5, 2), (200, 12, 6), (300, 3, 1)])
 @pytest.mark.parametrize("tile_rows", [(8, 128), (1, 4)])
 def test_no_routing_needs_more_tiles_than_there_are(tokens, experts, k, tile_rows, monkeypatch):
