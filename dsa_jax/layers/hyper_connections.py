@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dsa_jax import ops
-from dsa_jax.layers.norm import inverse_rms
+from dsa_jax.layers.norm import inverse_rms, mean_square
 from dsa_jax.numerics import Numerics, f32, matmul
 
 
@@ -32,10 +32,10 @@ def mixes(
     One statistic over all copies normalises the product, not the input.
     """
     x = f32(stream).reshape(*stream.shape[:-2], -1)
-    copies = stream.shape[-2]
     return ops.split_mixes(
-        matmul(x, fn), scale, base, inverse_rms(x, norm_eps), copies=copies, iterations=iterations, eps=eps
-    )
+        matmul(x, fn), scale, base, mean_square(x),
+        copies=stream.shape[-2], iterations=iterations, eps=eps, norm_eps=norm_eps,
+    )  # fmt: skip
 
 
 def head_mix(

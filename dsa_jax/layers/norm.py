@@ -23,7 +23,12 @@ class RMSNorm(nnx.Module):
 
 def inverse_rms(x: Float[Array, "*rows d"], eps: float) -> Float[Array, "*rows 1"]:
     """1 / sqrt(mean(x²) + eps) over the last axis, in float32."""
-    return lax.rsqrt(jnp.mean(jnp.square(f32(x)), axis=-1, keepdims=True) + eps)
+    return lax.rsqrt(mean_square(x) + eps)
+
+
+def mean_square(x: Float[Array, "*rows d"]) -> Float[Array, "*rows 1"]:
+    """mean(x²) over the last axis, in float32."""
+    return jnp.mean(jnp.square(f32(x)), axis=-1, keepdims=True)
 
 
 class LayerNorm(nnx.Module):

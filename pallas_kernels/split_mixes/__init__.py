@@ -11,16 +11,18 @@ def split_mixes(
     values: Float[Array, "*rows n"],
     scale: Float[Array, " 3"],
     base: Float[Array, " n"],
-    factor: Float[Array, "*row_factors 1"] | None = None,
+    mean_square: Float[Array, "*means 1"] | None = None,
     *,
     copies: int,
     iterations: int,
     eps: float,
+    norm_eps: float = 0.0,
     implementation: str | None = None,
 ) -> Mixes:
     """(pre, post, comb) of n = c (2 + c) values a row, for c copies, in float32.
 
-    With v · factor · scale + base, whose three scales belong to the three parts of a row (no factor: 1): pre, to read, is sigmoid + eps; post, to
+    Values are first multiplied by 1 / sqrt(mean_square + norm_eps), where the mean of a row's squares is given: of what the
+    values were made from. With v · scale + base, whose three scales belong to the three parts of a row: pre, to read, is sigmoid + eps; post, to
     write, 2 sigmoid; comb (old copy first, new copy second) is softmax + eps over the last axis, whose columns and rows are
     then divided by their sums + eps in turn. Columns come first and last: `iterations` times, and rows one time less.
     Raises ValueError for other shapes. Source: hc_split_sinkhorn of DeepSeek's released inference code.
@@ -35,9 +37,11 @@ def split_mixes(
             f"values, scale and base have shapes {tuple(values.shape)}, {tuple(scale.shape)} and {tuple(base.shape)}; for "
             f"{copies} copies they must be [..., {wanted}], [3] and [{wanted}]."
         )
-    if factor is not None:
-        checks.floating("factor", factor)
-        if tuple(factor.shape) != (*values.shape[:-1], 1):
-            raise ValueError(f"factor has shape {tuple(factor.shape)}; it must be {(*values.shape[:-1], 1)}, one for every row.")
-    options = dict(copies=copies, iterations=iterations, eps=eps)
-    return dispatch.call(__name__, "split_mixes", implementation, values, scale, base, factor, **options)
+    if mean_square is not None:
+        checks.floating("mean_square", mean_square)
+        if tuple(mean_square.shape) != (*values.shape[:-1], 1):
+            raise ValueError(
+                f"mean_square has shape {tuple(mean_square.shape)}; it must be {(*values.shape[:-1], 1)}, one for every row."
+            )
+    options = dict(copies=copies, iterations=iterations, eps=eps, norm_eps=norm_eps)
+    return dispatch.call(__name__, "split_mixes", implementation, values, scale, base, mean_square, **options)

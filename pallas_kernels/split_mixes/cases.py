@@ -6,14 +6,14 @@ import numpy as np
 
 from pallas_kernels.case import Case
 
-ITERATIONS, EPS, COPIES = 20, 1e-6, 4
+ITERATIONS, EPS, NORM_EPS, COPIES = 20, 1e-6, 1e-3, 4
 
 
-def error(output, values, scale, base, factor):
+def error(output, values, scale, base, mean_square):
     """The largest difference of a mix from the same arithmetic in float64."""
-    values, scale, base = (np.asarray(each, np.float64) for each in (values, scale, base))
+    values, scale, base, mean_square = (np.asarray(each, np.float64) for each in (values, scale, base, mean_square))
     c = COPIES
-    found = values * np.asarray(factor, np.float64) * np.repeat(scale, (c, c, c * c)) + base
+    found = values / np.sqrt(mean_square + NORM_EPS) * np.repeat(scale, (c, c, c * c)) + base
     sigmoid = 1 / (1 + np.exp(-found[:, : 2 * c]))
     matrix = found[:, 2 * c :].reshape(-1, c, c)
     matrix = np.exp(matrix - matrix.max(-1, keepdims=True))
@@ -33,9 +33,9 @@ def _case(rows, compiled=False):
         function="split_mixes",
         make=lambda key: (
             jax.random.normal(key, (rows, width)), jnp.asarray([1.0, 0.5, 1.5]), jnp.linspace(-1, 1, width),
-            jnp.linspace(4, 5, rows)[:, None],
+            jnp.linspace(0.05, 0.5, rows)[:, None],
         ),
-        call=lambda function, *arrays: function(*arrays, copies=COPIES, iterations=ITERATIONS, eps=EPS),
+        call=lambda function, *arrays: function(*arrays, copies=COPIES, iterations=ITERATIONS, eps=EPS, norm_eps=NORM_EPS),
         check=error,
         flops=0.0,
         bytes=float(8 * rows * width),

@@ -22,17 +22,17 @@ THREADS = 128
 EACH = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
-@functools.partial(jax.jit, static_argnames=("copies", "iterations", "eps"))
-def split_mixes(values, scale, base, factor=None, *, copies, iterations, eps):
+@functools.partial(jax.jit, static_argnames=("copies", "iterations", "eps", "norm_eps"))
+def split_mixes(values, scale, base, mean_square=None, *, copies, iterations, eps, norm_eps=0.0):
     """See `pallas_kernels.split_mixes.split_mixes`. float32, at most 4 copies."""
-    for each in (values, scale, base, *(() if factor is None else (factor,))):
+    for each in (values, scale, base, *(() if mean_square is None else (mean_square,))):
         if each.dtype != jnp.float32:
             raise NotImplementedError(f"the kernel takes float32, not {each.dtype}.")
     if copies > LARGEST:
         raise NotImplementedError(f"the kernel takes up to {LARGEST} copies, not {copies}.")
     lead, width = values.shape[:-1], values.shape[-1]
     rows = values.size // width
-    rowwise = [values.reshape(rows, width)] + ([] if factor is None else [factor.reshape(rows, 1)])
+    rowwise = [values.reshape(rows, width)] + ([] if mean_square is None else [mean_square.reshape(rows, 1)])
     held = rows if not mosaic.is_interpreted() else -(-rows // THREADS) * THREADS  # whose references have no end to guard
     shapes = [(held, copies), (held, copies), (held, copies**2)]
     c = copies
@@ -59,13 +59,13 @@ def split_mixes(values, scale, base, factor=None, *, copies, iterations, eps):
         return 1 / (1 + jnp.exp(-x))
 
     def body(scale_ref, base_ref, values_ref, *refs):
-        *factor_ref, pre_ref, post_ref, comb_ref = refs
+        *mean_ref, pre_ref, post_ref, comb_ref = refs
         first = lax.axis_index("block") * THREADS
         scales = [scale_ref[i] for i in range(3)]
         parts = [0] * c + [1] * c + [2] * c**2
         own = [load(values_ref, first, i) for i in range(width)]
-        if factor_ref:
-            by = load(*factor_ref, first, 0)
+        if mean_ref:
+            by = lax.rsqrt(load(*mean_ref, first, 0) + norm_eps)
             own = [x * by for x in own]
         found = [x * scales[part] + base_ref[i] for i, (x, part) in enumerate(zip(own, parts))]
         for i, x in enumerate(found[:c]):

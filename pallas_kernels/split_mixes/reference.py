@@ -3,8 +3,8 @@
 import jax
 
 
-def split_mixes(values, scale, base, factor=None, *, copies, iterations, eps):
-    values, c = values if factor is None else values * factor, copies
+def split_mixes(values, scale, base, mean_square=None, *, copies, iterations, eps, norm_eps=0.0):
+    values, c = values if mean_square is None else values * jax.lax.rsqrt(mean_square + norm_eps), copies
     pre = jax.nn.sigmoid(values[..., :c] * scale[0] + base[:c]) + eps
     post = 2 * jax.nn.sigmoid(values[..., c : 2 * c] * scale[1] + base[c : 2 * c])
     comb = (values[..., 2 * c :] * scale[2] + base[2 * c :]).reshape(*values.shape[:-1], c, c)
