@@ -66,8 +66,7 @@ def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     if rows > MOST_ROWS:
         raise NotImplementedError(f"the sm90 kernel takes tiles of at most {MOST_ROWS} rows, not {rows}.")
     tile = _tile_rows(rows, MOST_ROWS)
-    columns = x.shape[2] // stored.values
-    ways = 2 if tile <= FEW_ROWS and columns % 2 == 0 else 1
+    ways = _grouped_ways(weight.shape[0] * weight.shape[1], x.shape[2] // stored.values) if tile <= FEW_ROWS else 1
     out = _multiply(_padded(x, tile), weight, scale, group, stored, _config(stored, tile, ways, 1), jnp.dtype(out_dtype))
     return out[:, :rows]
 
@@ -95,6 +94,13 @@ def _tile_rows(rows: int, most: int) -> int:
 
 def _padded(x, tile: int):
     return jnp.pad(x, ((0, 0), (0, tile - x.shape[1]), (0, 0)))
+
+
+def _grouped_ways(rows: int, columns: int) -> int:
+    """Ways for few input rows, of weights with so many rows together: items of 128 rows, or of 64 where those would be fewer
+    than multiprocessors."""
+    most = 2 if rows // (2 * ROWS) >= mosaic.CORES else 4
+    return next(ways for ways in (4, 2, 1) if ways <= most and columns % ways == 0)
 
 
 def _division(rows: int, turns: int) -> tuple[int, int]:
