@@ -82,8 +82,8 @@ def stored_as(x, weight, block, family: str) -> Stored:
     rows, columns = stored.block
     if (ROWS % rows and rows % ROWS) or columns % 32 or (stored.values % columns and columns % stored.values):
         raise NotImplementedError(
-            f"the {family} kernel takes scales of tiles that divide {ROWS} rows or are whole times as many, and 32, 64 or 128 "
-            f"columns; block is {stored.block}."
+            f"the {family} kernel takes scales of tiles that divide {ROWS} rows or are whole times as many, and of 32 columns "
+            f"or multiples that divide {stored.values} or are whole times as many; block is {stored.block}."
         )
     if weight.shape[-2] % ROWS or x.shape[-1] % stored.values:
         raise NotImplementedError(

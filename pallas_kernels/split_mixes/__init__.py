@@ -21,10 +21,11 @@ def split_mixes(
 ) -> Mixes:
     """(pre, post, comb) of n = c (2 + c) values a row, for c copies, in float32.
 
-    Values are first multiplied by 1 / sqrt(mean_square + norm_eps), where the mean of a row's squares is given: of what the
-    values were made from. With v · scale + base, whose three scales belong to the three parts of a row: pre, to read, is sigmoid + eps; post, to
-    write, 2 sigmoid; comb (old copy first, new copy second) is softmax + eps over the last axis, whose columns and rows are
-    then divided by their sums + eps in turn. Columns come first and last: `iterations` times, and rows one time less.
+    mean_square: of the row that the values are a product with; where it is given, they are first multiplied by
+    1 / sqrt(mean_square + norm_eps). With v · scale + base, whose three scales belong to the three parts of a row: pre, to
+    read, is sigmoid + eps; post, to write, 2 sigmoid; comb (old copy first, new copy second) is softmax + eps over the last
+    axis, whose columns and rows are then divided by their sums + eps in turn. Columns come first and last: `iterations`
+    times, and rows one time less.
     Raises ValueError for other shapes. Source: hc_split_sinkhorn of DeepSeek's released inference code.
     """
     checks.positive("copies", copies)
