@@ -211,8 +211,8 @@ class Experts(nnx.Module):
         """expert(x)·weight of every pair of a token and an expert, counted from the first that this device holds; 0 for
         others.
 
-        Pairs are cut into tiles that belong to one expert each. There are always as many tiles as the
-        worst routing needs, some of no expert: a count that depended on the routing would be read back to the host.
+        Pairs are cut into tiles that belong to one expert each. There are always as many tiles as the worst routing needs,
+        some of no expert: a count that depended on the routing would be read back to the host.
         """
         (T, d), k, E = x.shape, expert.shape[1], len(self.w1.weight[...])
         pairs = T * k
