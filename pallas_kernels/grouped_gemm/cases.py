@@ -33,7 +33,7 @@ def _exact(x, weight, scale, columns, block):
     if block is None:
         packed, block = weight[columns], (1, 32)
         codes = jnp.stack([packed & 15, packed >> 4], axis=-1).reshape(len(columns), -1)
-        values = jnp.take(jnp.array(_FP4, jnp.float32), codes.astype(jnp.int32))
+        values = jnp.array(_FP4, jnp.float32)[codes.astype(jnp.int32)]
     else:
         values = weight[columns].astype(jnp.float32)
     exponents = scale[columns // block[0]][:, np.arange(values.shape[1]) // block[1]].astype(jnp.int32) - 127
