@@ -59,7 +59,7 @@ def close(found, wanted):
     assert (np.abs(found - wanted).max(axis=1) <= bound).all()
 
 
-@of_families(ROWS, quick=[("sm90", "fp4", 16), ("sm90", "fp8 32", 40), ("sm90", "fp8 128", 64), ("sm100", "fp4", 128)])
+@of_families(ROWS, quick=[("sm90", "fp4", 16), ("sm90", "fp8 32", 40), ("sm100", "fp4", 128)])
 def test_a_kernel_multiplies_as_the_reference(family, name, rows):
     """Tiles that share a weight, one without, and groups beyond either end; rows of every number."""
     weight, scale, block = stored(name)
@@ -81,7 +81,7 @@ def test_sums_are_rounded_once(family, name):
     assert (np.abs(found.astype(np.float64) - exact) <= step).all()
 
 
-@of_families(["fp4", "fp8 32", "fp8 128"], quick=[("sm90", "fp4"), ("sm90", "fp8 32"), ("sm100", "fp8 128")])
+@of_families(["fp4", "fp8 32", "fp8 128"], quick=[("sm90", "fp8 32"), ("sm100", "fp8 128")])
 def test_what_is_no_number_stays_in_its_output(family, name):
     weight, scale, block = stored(name, experts=2)
     outputs = FORMS[name][0]
@@ -103,7 +103,7 @@ def test_what_is_no_number_stays_in_its_output(family, name):
     assert not found[2].any()
 
 
-@of_families(["fp4", "fp8 32"], quick=[("sm90", "fp4"), ("sm90", "fp8 32")])
+@of_families(["fp4", "fp8 32"], quick=[("sm90", "fp4")])
 def test_large_and_small_scales(family, name):
     """2^-40 and 2^60, each in a weight of its own, and next to one another, where the small ones do not count."""
     weight, scale, block = stored(name)
@@ -114,7 +114,7 @@ def test_large_and_small_scales(family, name):
     close(found, wanted)
 
 
-@of_families([("fp4", 16), ("fp8 32", 8), ("fp8 128", 16)], quick=[("sm90", "fp8 32", 8), ("sm100", "fp4", 16)])
+@of_families([("fp4", 16), ("fp8 32", 8), ("fp8 128", 16)], quick=[("sm90", "fp8 32", 8)])
 def test_a_tile_has_the_same_bits_alone_and_among_others(family, name, rows, monkeypatch):
     """Also where a thread block has many of them, one after another."""
     weight, scale, block = stored(name)
