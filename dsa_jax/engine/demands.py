@@ -142,10 +142,9 @@ def sizes_of(
 
 def _work(lm: Any, stored: bool, context: int, requests: int, rows: int, logits: int) -> int:
     """Bytes that a step of `rows` tokens of each of `requests` requests takes while it runs, beside weights and caches; experts
-    as memory.expert_bytes counts them."""
+    as memory.expert_bytes counts those of one device, so that the same bytes of a device give as many pages on any mesh."""
     config, queries = lm.config, requests * rows
-    ways = 1 if lm.mesh is None else sharding.ways("experts", lm.mesh.shape)
-    experts = expert_bytes(config, queries, lm.numerics.dtype.itemsize, stored, ways)
+    experts = expert_bytes(config, queries, lm.numerics.dtype.itemsize, stored)
     return step_bytes(config, queries, context, logits) + experts + _decoded(config, requests, context)
 
 
