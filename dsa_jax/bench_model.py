@@ -38,7 +38,7 @@ from dsa_jax.loading import abstract_model
 from dsa_jax.numerics import Numerics
 from dsa_jax.sampling import Sampling
 
-STEPS, RUNS = 8, 3
+STEPS, BURSTS, RUNS = 8, 4, 3
 DISTINCT_PAGES = 2048  # pages are filled with so many different ones, again and again: scores repeat, addresses do not
 POOL_SHARE = 0.6  # of the device's free memory
 _SCOPES = (
@@ -130,26 +130,35 @@ def _random(seed, shape: tuple[int, ...], dtype: Any, size: float) -> jax.Array:
     return (jax.random.normal(key, shape) * size).astype(dtype)
 
 
-def filled_cache(lm: LanguageModel, batch: int, context: int, room: int) -> tuple[Any, int]:
-    """A cache of `batch` requests that hold `context` random tokens and have room for `room` more, and how many requests
-    share a page: more than one where the pool would not fit beside the weights."""
-    tokens = context + room
+def most_pages(lm: LanguageModel, batch: int, tokens: int) -> tuple[int, int]:
+    """(pages of a pool for `batch` requests of `tokens` tokens, how many requests share a page): more than one where a pool
+    with pages for each would not fit beside the weights."""
     shape = jax.eval_shape(lambda: lm.new_cache(1, tokens, CacheSizes(pages=1)))
     each = shape.block_table.shape[1]
     free = _free_bytes()
     pages = batch * each if free is None else min(batch * each, max(each, int(POOL_SHARE * free) // page_bytes(shape)))
-    cache = lm.new_cache(batch, tokens, CacheSizes(pages=pages))
-    cache = jax.tree.map(_random_rows, cache, is_leaf=lambda x: isinstance(x, ops.PagedRows))
-    table = (np.arange(batch * each) % pages).astype(np.int32).reshape(batch, each)
+    return pages, -(-batch * each // pages)
+
+
+def filled_cache(lm: LanguageModel, batch: int, context: int, room: int, pages: int) -> Any:
+    """A cache of `batch` requests that hold `context` random tokens and have room for `room` more, in so many pages."""
+
+    def empty(pages: int) -> Any:
+        return lm.new_cache(batch, context + room, CacheSizes(pages=pages))
+
+    # What is not pages is taken from a cache with next to none: an empty pool beside the filled one may not fit.
+    shape = jax.eval_shape(lambda: empty(pages))
+    cache = jax.tree.map(_filled, shape, empty(1), is_leaf=lambda x: isinstance(x, ops.PagedRows))
+    table = (np.arange(cache.block_table.size) % pages).astype(np.int32).reshape(cache.block_table.shape)
     length = jnp.full((batch,), context, jnp.int32)
-    return dataclasses.replace(cache, length=length, block_table=jnp.asarray(table)), -(-batch * each // pages)
+    return dataclasses.replace(cache, length=length, block_table=jnp.asarray(table))
 
 
-def _random_rows(rows: Any) -> Any:
-    """Pages of random records; what is not pages, as it is."""
-    if not isinstance(rows, ops.PagedRows):
-        return rows
-    return dataclasses.replace(rows, pages=_random_pages(rows.format, rows.pages.shape[0], rows.page_size))
+def _filled(like: Any, empty: Any) -> Any:
+    """As many pages as `like` has, of random records; what is not pages, as `empty` is."""
+    if not isinstance(like, ops.PagedRows):
+        return empty
+    return dataclasses.replace(like, pages=_random_pages(like.format, like.pages.shape[0], like.page_size))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -184,10 +193,10 @@ def run(
     leaves no room in the config's positions or is shorter than the chunk.
     """
     for context in contexts:
-        if context < chunk or context > config.max_position_embeddings:
+        if context < max(chunk, STEPS * BURSTS) or context > config.max_position_embeddings:
             raise ValueError(
-                f"context={context} must hold the chunk of {chunk} tokens and stay within the {config.max_position_embeddings} "
-                "positions of the config (max_position_embeddings)."
+                f"context={context} must hold the chunk of {chunk} tokens, {STEPS * BURSTS} decode steps, and stay within the "
+                f"{config.max_position_embeddings} positions of the config (max_position_embeddings)."
             )
     lm = random_model(cut(config, experts), numerics)
     models = [lm] + ([LanguageModel(lm.model(), numerics, "reference")] if reference else [])
@@ -228,14 +237,19 @@ class _TimedStep:
 
     def __init__(self, lm: LanguageModel, kind: str, batch: int, count: int, context: int):
         self.lm, self.kind, self.batch, self.count, self.context = lm, kind, batch, count, context
-        self.make, self.steps = (_decode_step, STEPS) if kind == "decode" else (_prefill_step, 1)
-        self.held, self.room = context - count * self.steps, count * self.steps
-        function, arguments, static = self._prepared()
-        self._lowered = function.lower(*arguments, **static)
+        if kind == "decode":
+            function, static, self._inputs = lm._decode, {"steps": STEPS, "drafts": 0}, _decode_inputs
+            self.steps, self.bursts = STEPS, BURSTS
+        else:
+            function, static, self._inputs = lm._prefill, {}, _prefill_inputs
+            self.steps = self.bursts = 1
+        self.pages, self.shared = most_pages(lm, batch, context)
+        self._lowered = function.lower(*jax.eval_shape(self._arguments), **static)
 
-    def _prepared(self) -> tuple[Any, tuple, dict]:
-        cache, self.shared = filled_cache(self.lm, self.batch, self.held, self.room)
-        return self.make(self.lm, cache, self.batch, self.count)
+    def _arguments(self) -> tuple:
+        room = self.count * self.steps * self.bursts
+        cache = filled_cache(self.lm, self.batch, self.context - room, room, self.pages)
+        return self._inputs(self.lm, cache, self.batch, self.count)
 
     def compile(self, in_parts: bool) -> None:
         """Compiles the step and, with `in_parts`, once more without CUDA graphs."""
@@ -245,22 +259,25 @@ class _TimedStep:
             self._in_parts = self._lowered.compile(compiler_options=options)
 
     def wall_us(self) -> float:
-        """Median wall-clock time of a step."""
+        """Median wall-clock time of a step. Bursts of decode steps follow each other as the engine's do, each handed to the
+        device while the one before it runs."""
         times = []
         for _ in range(1 + RUNS):
-            _, arguments, _ = self._prepared()
-            jax.block_until_ready(arguments)
+            leaves, cache, logits, *others = jax.block_until_ready(self._arguments())
             begun = time.perf_counter()
-            jax.block_until_ready(self._program(*arguments))
-            times.append(1e6 * (time.perf_counter() - begun) / self.steps)
+            for _ in range(self.bursts):
+                results = self._program(leaves, cache, logits, *others)
+                if self.kind == "decode":
+                    cache, logits, others[0], _ = results
+            jax.block_until_ready(results)
+            times.append(1e6 * (time.perf_counter() - begun) / (self.steps * self.bursts))
         return float(np.median(times[1:]))
 
     def parts_us(self) -> dict[str, float]:
         """Device time of a step by part."""
         part_of = _part_of_instructions(self._in_parts.as_text())
-        jax.block_until_ready(self._in_parts(*self._prepared()[1]))
-        _, arguments, _ = self._prepared()
-        jax.block_until_ready(arguments)
+        jax.block_until_ready(self._in_parts(*self._arguments()))
+        arguments = jax.block_until_ready(self._arguments())
         total = dict.fromkeys(PARTS, 0.0)
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
@@ -276,17 +293,18 @@ class _TimedStep:
         return total
 
 
-def _decode_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
-    """(compiled function, arguments, static arguments) of a burst of decode steps."""
+def _decode_inputs(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple:
+    """Arguments of a burst of decode steps."""
     logits = jax.random.normal(jax.random.key(0), (batch, lm.config.vocab_size))
     none, stops = jnp.zeros((batch,), bool), jnp.full((batch, 1), -1, jnp.int32)
-    return lm._decode, (lm.leaves, cache, logits, none, Sampling.of(batch), stops), {"steps": STEPS, "drafts": 0}
+    return lm.leaves, cache, logits, none, Sampling.of(batch), stops
 
 
-def _prefill_step(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple[Any, tuple, dict]:
+def _prefill_inputs(lm: LanguageModel, cache: Any, batch: int, count: int) -> tuple:
+    """Arguments of a chunk of `count` tokens."""
     tokens = jax.random.randint(jax.random.key(1), (batch, count), 0, lm.config.vocab_size, jnp.int32)
     logits = jnp.zeros((batch, lm.config.vocab_size), jnp.float32)
-    return lm._prefill, (lm.leaves, cache, logits, tokens, jnp.full((batch,), count, jnp.int32), None), {}
+    return lm.leaves, cache, logits, tokens, jnp.full((batch,), count, jnp.int32), None
 
 
 def _part_of_instructions(program: str) -> dict[str, str]:

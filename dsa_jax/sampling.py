@@ -1,13 +1,13 @@
 """Choosing the next token: greedy, temperature, top-p, top-k, with a key of its own for every request."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from dsa_jax.pytree import Leaf
 
@@ -18,13 +18,15 @@ class Sampling:
     """How each of B requests samples: arrays, so that changing a value compiles nothing.
 
     temperature: float32 [B], 0 is greedy. top_k: int32 [B], 0 keeps all tokens. top_p: float32 [B], 1 keeps all.
-    key: [B] typed PRNG keys.
+    key: [B] typed PRNG keys. is_greedy: all temperatures are known to be 0; a compiled function for such has nothing of
+    drawing in it, and is another than that for the rest.
     """
 
     temperature: Leaf
     top_k: Leaf
     top_p: Leaf
     key: Leaf
+    is_greedy: bool = field(default=False, metadata={"static": True})
 
     @classmethod
     def of(
@@ -58,7 +60,8 @@ class Sampling:
         if not ((values["top_p"] > 0) & (values["top_p"] <= 1)).all():
             raise ValueError(f"top_p={top_p} must be above 0 and at most 1.")
         keys = jax.vmap(jax.random.key)(jnp.asarray(values["seed"]))
-        return cls(*(jnp.asarray(values[n]) for n in ("temperature", "top_k", "top_p")), keys)
+        arrays = (jnp.asarray(values[n]) for n in ("temperature", "top_k", "top_p"))
+        return cls(*arrays, keys, is_greedy=not values["temperature"].any())
 
 
 def repeated(sampling: Sampling, times: int) -> Sampling:
@@ -73,11 +76,9 @@ def sample(logits: Float[Array, "B V"], sampling: Sampling, position: Int32[Arra
     batch, and after a restart. Ties: the lower token id.
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: jnp.where(sampling.temperature > 0, _draw(logits, sampling, position), greedy),
-        lambda: greedy,
-    )
+    if sampling.is_greedy:
+        return greedy
+    return jnp.where(sampling.temperature > 0, _draw(logits, sampling, position), greedy)
 
 
 def _draw(logits: Float[Array, "B V"], sampling: Sampling, position: Int32[Array, " B"]) -> Int32[Array, " B"]:
@@ -94,12 +95,40 @@ def kept_tokens(
 ) -> Bool[Array, "B V"]:
     """Tokens that may be drawn: among the top_k, and in the smallest set of likely tokens whose mass reaches top_p.
 
-    The likeliest token is always kept.
+    The likeliest token is always kept; of equal ones, those with lower ids come first. Nothing is sorted: the last kept
+    value is found two bits at a time, from how many tokens are likelier, and their mass.
     """
-    order = jnp.argsort(-scaled, axis=-1, stable=True)
-    probability = jnp.take_along_axis(jax.nn.softmax(scaled, axis=-1), order, axis=-1)
-    mass_before = jnp.cumsum(probability, axis=-1) - probability
-    rank = jnp.arange(scaled.shape[-1], dtype=jnp.int32)
-    keep = (mass_before < top_p[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
-    keep = keep.at[:, 0].set(True)
-    return jnp.put_along_axis(jnp.zeros_like(keep), order, keep, axis=-1, inplace=False)
+    value, probability = _ascending(scaled), jax.nn.softmax(scaled, axis=-1)
+    most = jnp.where(top_k == 0, scaled.shape[-1], top_k)[:, None]
+    mass = jnp.where(top_p >= 1, jnp.inf, top_p)[:, None]  # rounded sums of probabilities may be 1 before the last
+
+    def likelier(*than: Array) -> list[tuple[Array, Array]]:
+        """How many tokens have more than each of the given values, and their mass; all in one pass."""
+        terms = []
+        for bound in than:
+            above = value > bound
+            terms += [above.astype(jnp.int32), jnp.where(above, probability, 0)]
+        zeros = [jnp.zeros((), term.dtype) for term in terms]
+        sums = lax.reduce(terms, zeros, lambda x, y: [a + b for a, b in zip(x, y, strict=True)], (1,))
+        sums = [found[:, None] for found in sums]
+        return list(zip(sums[::2], sums[1::2], strict=True))
+
+    def lower(i: Array, last: Array) -> Array:
+        shift = jnp.uint32(30) - 2 * i.astype(jnp.uint32)
+        found = likelier(*(last - (jnp.uint32(n) << shift) for n in (1, 2, 3)))
+        kept = sum(((count < most) & (weight < mass)).astype(jnp.uint32) for count, weight in found)
+        return last - (kept << shift)
+
+    # A GPU's host starts a loop's rounds one by one; written out they are part of the graph that it starts.
+    written_out = jax.default_backend() == "gpu"
+    last = lax.fori_loop(0, 16, lower, jnp.full_like(value[:, :1], 0xFFFFFFFF), unroll=written_out)
+    ((count, weight),) = likelier(last)
+    is_last = value == last
+    earlier = jnp.cumsum(is_last, axis=-1) - 1
+    return (value > last) | (is_last & (count + earlier < most) & (weight + earlier * probability < mass))
+
+
+def _ascending(x: Float[Array, "B V"]) -> UInt32[Array, "B V"]:
+    """uint32 numbers in the order of float32 ones; both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x).astype(jnp.float32), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

@@ -105,3 +105,5 @@ def test_what_bench_model_cannot_do_is_said(capsys):
     assert "bench model needs --config" in capsys.readouterr().err
     assert main(["bench", "model", "--config", str(CHECKPOINT), "--context", "64"]) == 2
     assert "context=64 must hold the chunk of 2048 tokens" in capsys.readouterr().err
+    assert main(["bench", "model", "--config", str(CHECKPOINT), "--context", "31", "--chunk", "16"]) == 2
+    assert "context=31 must hold the chunk of 16 tokens, 32 decode steps," in capsys.readouterr().err

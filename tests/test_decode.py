@@ -6,14 +6,25 @@ import numpy as np
 import pytest
 import tolerances
 from engines import NO_STOP, prompt, small_model
+from jax.extend.core import jaxprs_in_params
+from official_v4 import official_v4_config
+from official_v41 import official_config
+from test_v32_config import RELEASED
 from tiny import tiny_config
 
+from dsa_jax import bench_model
+from dsa_jax.burst import steps_together
 from dsa_jax.cache import new_cache
-from dsa_jax.decode import ImageSpan, default_chunk, generate, stream
+from dsa_jax.config import V41Config
+from dsa_jax.config_v4 import V4Config
+from dsa_jax.config_v32 import V32Config
+from dsa_jax.decode import ImageSpan, LanguageModel, default_chunk, generate, stream
 from dsa_jax.engine.demands import DEFAULT_PREFILL_BYTES, LARGEST_CHUNK
+from dsa_jax.loading import abstract_model
 from dsa_jax.memory import prefill_row_bytes
 from dsa_jax.numerics import BF16, F32
 from dsa_jax.sampling import Sampling, kept_tokens, sample
+from pallas_kernels import platform
 
 EVERY = 4  # decode steps a call: one number, so that tests share compiled loops
 
@@ -50,6 +61,24 @@ def test_the_kept_tokens_are_the_smallest_set_that_reaches_top_p():
         assert np.flatnonzero(keep[0]).tolist() == expected
 
 
+def test_kept_tokens_are_those_of_a_sort():
+    """Ties, both zeros, tokens that cannot be drawn, one token; against a stable sort with sums in float64."""
+    rng = np.random.default_rng(0)
+    for size, spread in [(1, 1.0), (3, 1.0), (17, 5.0), (257, 0.1), (1000, 1.0), (1000, 5.0)]:
+        scaled = (rng.standard_normal((6, size)) * spread).astype(np.float32)
+        scaled[::2] = np.round(scaled[::2] * 2) / 2  # to halves, and to 0 from both sides
+        scaled[4, 1::3] = -np.inf
+        top_k = np.array([0, 5, 0, 2, 1, size], np.int32)
+        top_p = np.array([0.9, 1.0, 0.5, 0.3, 1e-6, 1.0], np.float32)
+        kept = np.asarray(kept_tokens(*map(jnp.asarray, (scaled, top_k, top_p))))
+        for row, k, p, found in zip(scaled, top_k, top_p, kept, strict=True):
+            order = np.argsort(-row, kind="stable")
+            mass = np.exp((row - row.max()).astype(np.float64))[order]
+            before = (np.cumsum(mass) - mass) / mass.sum()
+            first = (np.arange(size) < (k or size)) & ((before < p) | (p == 1))
+            assert np.flatnonzero(found).tolist() == sorted(order[first]), (size, spread, k, p)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -66,6 +95,39 @@ def test_bad_sampling_options_are_refused(options, sentence):
 
 
 # ---------------------------------------------------------------- the loop
+
+
+def decisions(jaxpr) -> list[str]:
+    """Branches, and loops of an unknown number of rounds, outside of kernels: what the host of a GPU has to wait for."""
+    found = []
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("while", "cond"):
+            found.append(str(equation.source_info.traceback))
+        if equation.primitive.name not in ("pallas_call", "mpmd_map"):
+            for inner in jaxprs_in_params(equation.params):
+                found += decisions(inner)
+    return found
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lambda: V41Config.from_dict(official_config()),
+        lambda: V4Config.from_dict(official_v4_config("flash")),
+        lambda: V32Config.from_dict(RELEASED),
+    ],
+    ids=["v41", "v4", "v32"],
+)
+def test_inside_a_burst_with_kernels_the_host_decides_nothing(config, monkeypatch):
+    """Every role of a layer at released widths, with draws, traced as for an H200."""
+    monkeypatch.setattr(platform, "kernel_name", lambda: "sm90")
+    config = bench_model.cut(config(), 32)
+    lm = LanguageModel(abstract_model(config), BF16)
+    cache = jax.eval_shape(lambda: lm.new_cache(2, 4096))
+    logits, done = jax.ShapeDtypeStruct((2, config.vocab_size), jnp.float32), jax.ShapeDtypeStruct((2,), bool)
+    sampling, stops = jax.eval_shape(lambda: Sampling.of(2, temperature=1.0)), jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    traced = lm._decode.trace(lm.leaves, cache, logits, done, sampling, stops, steps=8, drafts=0)
+    assert not decisions(traced.jaxpr.jaxpr)
 
 
 def test_streaming_yields_every_n_tokens_and_the_same_ones():

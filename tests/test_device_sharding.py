@@ -13,7 +13,7 @@ import pytest
 from sharding_cases import on_mesh
 from test_device_model import compiled_together, programs_of, released_widths, run
 
-from dsa_jax.bench_model import filled_cache, random_model
+from dsa_jax.bench_model import filled_cache, most_pages, random_model
 from dsa_jax.numerics import BF16
 from dsa_jax.sampling import Sampling
 from dsa_jax.sharding import make_mesh
@@ -30,7 +30,8 @@ COLLECTIVE = re.compile(r"all-reduce|all-gather|reduce-scatter|all-to-all|collec
 
 def burst(lm):
     """Arguments of a burst of decode steps; made anew for each, because a burst uses them up."""
-    cache, _ = filled_cache(lm, BATCH, CONTEXT, STEPS)
+    pages, _ = most_pages(lm, BATCH, CONTEXT + STEPS)
+    cache = filled_cache(lm, BATCH, CONTEXT, STEPS, pages)
     logits, done, stop = jnp.zeros((BATCH, lm.config.vocab_size)), np.zeros(BATCH, bool), np.full((BATCH, 1), -1, np.int32)
     return jax.block_until_ready(lm.on_devices((cache, logits, done, Sampling.of(BATCH), stop)))
 

@@ -165,7 +165,7 @@ def test_a_burst_is_under_way_while_prompts_are_processed():
     calls, state = [], engine._state
     prefill, decode, finish = state.prefill, state.decode, engine._finish_burst
     state.prefill = lambda *arguments: calls.append("chunk") or prefill(*arguments)
-    state.decode = lambda requests: calls.append("burst") or decode(requests)
+    state.decode = lambda *arguments: calls.append("burst") or decode(*arguments)
     engine._finish_burst = lambda burst: calls.append("read") or finish(burst)
     prompts, new = [prompt(5, 1), prompt(20, 0), prompt(24, 0)], [22, 12, 10]
     answers = {}
@@ -271,15 +271,18 @@ def test_ac_73_nothing_compiles_after_the_warm_up(least):
     assert engine.stats.hits and engine.stats.copied_pages and engine.stats.evicted_prefixes
 
 
+@pytest.mark.parametrize("is_greedy", [True, False])
 @pytest.mark.parametrize("rows", [BATCH, pytest.param(2, marks=pytest.mark.slow)])
-def test_ac_73_a_burst_speaks_to_nobody(rows):
+def test_ac_73_a_burst_speaks_to_nobody(rows, is_greedy):
     """All steps of a burst are one program, whose only results are the state and the tokens: it calls nothing on the host
-    and sends nothing out. (The engine also forbids transfers from the device while it starts one.)"""
+    and sends nothing out. (The engine also forbids transfers from the device while it starts one.) Nor does the host of a
+    GPU have to read whether a loop goes on or which branch is taken: loops have a known number of rounds."""
     engine = small_engine()
     chosen = None if rows == BATCH else np.arange(rows, dtype=np.int32)
     arguments = (engine.model.leaves, engine._state.slots, chosen, np.ones(rows, bool))
-    traced = engine.model.programs.decode.trace(*arguments, steps=STEPS, drafts=DRAFTS)
+    traced = engine.model.programs.decode.trace(*arguments, steps=STEPS, drafts=DRAFTS, is_greedy=is_greedy)
     assert not traced.jaxpr.effects
+    assert not [word for word in ("while[", "cond[") if word in str(traced.jaxpr)]
     state, tokens = traced.out_info
     assert tokens.shape == (rows, STEPS * (1 + DRAFTS))
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, engine._state.slots)
@@ -307,7 +310,7 @@ def test_ac_71_no_burst_holds_a_second_pool(rows):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.slots))
     chosen = None if rows is None else np.arange(rows, dtype=np.int32)
     arguments = (engine.model.leaves, engine._state.slots, chosen, np.zeros(BATCH if rows is None else rows, bool))
-    memory = engine.model.programs.decode.lower(*arguments, steps=STEPS, drafts=DRAFTS).compile().memory_analysis()
+    memory = engine.model.programs.decode.lower(*arguments, steps=STEPS, drafts=DRAFTS, is_greedy=True).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size > 2**24
     assert memory.temp_size_in_bytes < 0.1 * size
 
@@ -331,7 +334,7 @@ def test_ac_74_the_host_s_own_work_is_below_2_ms_a_step(monkeypatch):
     engine = Engine(small_model(), 32, 400, PAGE, prefill_shapes=((32, 8),), decode_rows=(32,), steps=STEPS)
     tokens = jnp.full((32, STEPS), 5, jnp.int32)
     monkeypatch.setattr(engine._state, "prefill", lambda *arguments: None)
-    monkeypatch.setattr(engine._state, "decode", lambda requests: tokens)
+    monkeypatch.setattr(engine._state, "decode", lambda *arguments: tokens)
     for n in range(32):
         engine.add(prompt(4, n), 300, stop_ids=NO_STOP)
     times = []

@@ -181,7 +181,8 @@ def require_kernels(lm: Any, sizes: Sizes) -> None:
         chosen = rows(requests) if requests < batch else None
         active = jax.ShapeDtypeStruct((requests,), jnp.bool_)
         with _naming(lm.implementation, f"a burst of {requests} requests (decode_rows)"):
-            lm.programs.decode.eval_shape(lm.leaves, slots, chosen, active, steps=sizes.steps, drafts=sizes.drafts)
+            static = {"steps": sizes.steps, "drafts": sizes.drafts, "is_greedy": True}
+            lm.programs.decode.eval_shape(lm.leaves, slots, chosen, active, **static)
 
 
 @contextlib.contextmanager

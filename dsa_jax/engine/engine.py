@@ -336,7 +336,7 @@ class Engine:
         size = next(n for n in self.sizes.decode_rows if n >= len(running))
         padded = placed if size == self.sizes.max_batch else running + [None] * (size - len(running))
         with jax.transfer_guard_device_to_host("disallow"):
-            return Burst(padded, self._state.decode(padded))
+            return Burst(padded, self._state.decode(padded, all(r.is_greedy for r in running)))
 
     def _can_run_ahead(self, burst: Burst) -> bool:
         """Whether nothing has to be decided between `burst` and the next one.

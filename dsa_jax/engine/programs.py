@@ -31,10 +31,9 @@ class Terms:
     stop_ids: Leaf
     limit: Leaf
 
-    @property
-    def sampling(self) -> Sampling:
+    def sampling(self, is_greedy: bool) -> Sampling:
         """The part that `sample` asks for."""
-        return Sampling(self.temperature, self.top_k, self.top_p, jax.random.wrap_key_data(self.key))
+        return Sampling(self.temperature, self.top_k, self.top_p, jax.random.wrap_key_data(self.key), is_greedy)
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +56,11 @@ class Programs:
             logits, cache = prefill_chunk(model, lm.numerics, cache, logits, tokens, count, image)
             return put(slots, rows, cache, logits)
 
-        def decode(model, slots, rows, active, steps, drafts):
+        def decode(model, slots, rows, active, steps, drafts, is_greedy):
             cache, logits, terms = taken(slots, rows)
+            sampling = terms.sampling(is_greedy)
             cache, logits, _, tokens = decode_burst(
-                model, lm.numerics, cache, logits, ~active, terms.sampling, terms.stop_ids, terms.limit, steps, drafts
+                model, lm.numerics, cache, logits, ~active, sampling, terms.stop_ids, terms.limit, steps, drafts
             )
             return put(slots, rows, cache, logits), tokens
 
@@ -88,7 +88,7 @@ class Programs:
             return jax.jit(traced, **options)
 
         self.prefill = lm.compiled("engine.prefill", prefill, donate_argnums=1)
-        self.decode = lm.compiled("engine.decode", decode, donate_argnums=1, static_argnames=("steps", "drafts"))
+        self.decode = lm.compiled("engine.decode", decode, donate_argnums=1, static_argnames=("steps", "drafts", "is_greedy"))
         self.admit = counted("engine.admit", admit, donate_argnums=0)
         self.keep = counted("engine.keep", keep, donate_argnums=0)
         self.copy = counted("engine.copy", copy, donate_argnums=0)

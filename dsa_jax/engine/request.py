@@ -39,6 +39,12 @@ class Request:
         """Tokens that it may come to."""
         return self.prompt_tokens + self.max_new_tokens
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token every time."""
+        temperature, *_ = self.sampling
+        return not temperature.any()
+
     def held(self) -> np.ndarray:
         """The tokens that the cache holds."""
         return np.asarray(self.tokens[: self.fed], np.int32)

@@ -41,9 +41,10 @@ class State:
             for requests, rows in s.prefill_shapes
             for image in ((None, self.lm.no_images(requests, rows)) if images else (None,))
         ]
+        bursts = [(nobody * requests, is_greedy) for requests in s.decode_rows for is_greedy in (True, False)]
         lowered = [programs.prefill.lower(*self._prefill_arguments(*chunk)) for chunk in chunks]
-        for requests in s.decode_rows:
-            arguments, static = self._decode_arguments(nobody * requests)
+        for burst in bursts:
+            arguments, static = self._decode_arguments(*burst)
             lowered.append(programs.decode.lower(*arguments, **static))
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # the calls below take up what is compiled here
             list(pool.map(lambda program: program.compile(), lowered))
@@ -51,8 +52,8 @@ class State:
         self.copy([(-1, -1)])
         for chunk in chunks:
             self.prefill(*chunk)
-        for requests in s.decode_rows:
-            self.decode(nobody * requests)
+        for burst in bursts:
+            self.decode(*burst)
         if s.snapshots:
             for requests in {requests for requests, _ in s.prefill_shapes} | {1}:
                 self.keep(*np.full((2, requests), -1, np.int32))
@@ -73,9 +74,9 @@ class State:
         """A chunk: count[i] of tokens[i] of each request."""
         self.slots = self.lm.programs.prefill(*self._prefill_arguments(requests, tokens, count, image))
 
-    def decode(self, requests: Requests) -> jax.Array:
-        """A burst; its tokens int32 [R, N], -1 where there is none."""
-        arguments, static = self._decode_arguments(requests)
+    def decode(self, requests: Requests, is_greedy: bool) -> jax.Array:
+        """A burst, `is_greedy` where none of the requests draws; its tokens int32 [R, N], -1 where there is none."""
+        arguments, static = self._decode_arguments(requests, is_greedy)
         self.slots, tokens = self.lm.programs.decode(*arguments, **static)
         return tokens
 
@@ -99,9 +100,10 @@ class State:
         rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
         return self.lm.leaves, self.slots, rows, tokens, count, image
 
-    def _decode_arguments(self, requests: Requests) -> tuple[tuple[Any, ...], dict[str, int]]:
+    def _decode_arguments(self, requests: Requests, is_greedy: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rows = None  # all rows of the batch, each at its own place
         if len(requests) < self.sizes.max_batch:
             rows = np.array([-1 if r is None else r.slot for r in requests], np.int32)
         active = np.array([r is not None for r in requests])
-        return (self.lm.leaves, self.slots, rows, active), {"steps": self.sizes.steps, "drafts": self.sizes.drafts}
+        static = {"steps": self.sizes.steps, "drafts": self.sizes.drafts, "is_greedy": is_greedy}
+        return (self.lm.leaves, self.slots, rows, active), static
