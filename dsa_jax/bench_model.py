@@ -261,17 +261,17 @@ class _TimedStep:
     def wall_us(self) -> float:
         """Median wall-clock time of a step. Bursts of decode steps follow each other as the engine's do, each handed to the
         device while the one before it runs."""
-        times = []
-        for _ in range(1 + RUNS):
-            leaves, cache, logits, *others = jax.block_until_ready(self._arguments())
-            begun = time.perf_counter()
-            for _ in range(self.bursts):
-                results = self._program(leaves, cache, logits, *others)
-                if self.kind == "decode":
-                    cache, logits, others[0], _ = results
-            jax.block_until_ready(results)
-            times.append(1e6 * (time.perf_counter() - begun) / (self.steps * self.bursts))
-        return float(np.median(times[1:]))
+        return float(np.median([self._once_us() for _ in range(1 + RUNS)][1:]))
+
+    def _once_us(self) -> float:
+        leaves, cache, logits, *others = jax.block_until_ready(self._arguments())
+        begun = time.perf_counter()
+        for _ in range(self.bursts):
+            results = self._program(leaves, cache, logits, *others)
+            if self.kind == "decode":
+                cache, logits, others[0], _ = results
+        jax.block_until_ready(results)
+        return 1e6 * (time.perf_counter() - begun) / (self.steps * self.bursts)
 
     def parts_us(self) -> dict[str, float]:
         """Device time of a step by part."""

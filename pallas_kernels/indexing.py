@@ -30,7 +30,7 @@ def scatter_rows(
     """
     checks.integer("indices", indices)
     n = array.shape[0]
-    return array.at[jnp.where(indices < 0, n, indices)].set(rows.astype(array.dtype), mode="drop")
+    return array.at[jnp.where(indices < 0, n, indices)].set(rows.astype(array.dtype), mode="drop", unique_indices=True)
 
 
 def add_rows(
@@ -67,7 +67,7 @@ def scatter_paged(
     Slots that do write must differ from one another. `rows` is cast to the dtype of `pages`.
     """
     page, row, _ = page_and_row(slots, pages.shape[1], pages.shape[0])
-    return pages.at[page, row].set(rows.astype(pages.dtype), mode="drop")
+    return pages.at[page, row].set(rows.astype(pages.dtype), mode="drop", unique_indices=True)
 
 
 def gather_bytes(pages: Shaped[Array, "pages stride"], slots: Int32[Array, "*any"], page_size: int, field):
@@ -97,4 +97,5 @@ def scatter_bytes(
     dimensions = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
     )
-    return lax.scatter(pages, starts, values, dimensions, mode=lax.GatherScatterMode.FILL_OR_DROP)
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    return lax.scatter(pages, starts, values, dimensions, unique_indices=True, mode=drop)

@@ -275,14 +275,12 @@ def test_ac_73_nothing_compiles_after_the_warm_up(least):
 @pytest.mark.parametrize("rows", [BATCH, pytest.param(2, marks=pytest.mark.slow)])
 def test_ac_73_a_burst_speaks_to_nobody(rows, is_greedy):
     """All steps of a burst are one program, whose only results are the state and the tokens: it calls nothing on the host
-    and sends nothing out. (The engine also forbids transfers from the device while it starts one.) Nor does the host of a
-    GPU have to read whether a loop goes on or which branch is taken: loops have a known number of rounds."""
+    and sends nothing out. (The engine also forbids transfers from the device while it starts one.)"""
     engine = small_engine()
     chosen = None if rows == BATCH else np.arange(rows, dtype=np.int32)
     arguments = (engine.model.leaves, engine._state.slots, chosen, np.ones(rows, bool))
     traced = engine.model.programs.decode.trace(*arguments, steps=STEPS, drafts=DRAFTS, is_greedy=is_greedy)
     assert not traced.jaxpr.effects
-    assert not [word for word in ("while[", "cond[") if word in str(traced.jaxpr)]
     state, tokens = traced.out_info
     assert tokens.shape == (rows, STEPS * (1 + DRAFTS))
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, engine._state.slots)
