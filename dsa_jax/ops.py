@@ -166,27 +166,34 @@ def _decoded(cache: PagedRows, slots: Array, table: Array | None, dtype) -> tupl
 
 
 def quantized_matmul(
-    x: Float[Array, "*rows K"], weight: Shaped[Array, "N stored"], scale: Shaped[Array, "o i"], *, block=None, out_dtype
-) -> Float[Array, "*rows N"]:
+    x: Float[Array, "*rows K"],
+    weight: Shaped[Array, "N stored"] | tuple[Shaped[Array, "N stored"], ...],
+    scale: Shaped[Array, "o i"] | tuple[Shaped[Array, "o i"], ...],
+    *,
+    block=None,
+    out_dtype,
+) -> Float[Array, "*rows N"] | tuple[Float[Array, "*rows N"], ...]:
     """pallas_kernels.quantized_matmul; `scale` may also be float32 factors, which no kernel takes."""
-    if scale.dtype == jnp.float32:
-        return _stored.quantized_matmul(x, weight, scale, block=block, out_dtype=jnp.dtype(out_dtype))
-    return _kernels.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
+    function = _stored if _has_factors(scale) else _kernels
+    return function.quantized_matmul(x, weight, scale, block=block, out_dtype=jnp.dtype(out_dtype))
 
 
 def grouped_gemm(
     x: Float[Array, "tiles R K"],
-    weight: Shaped[Array, "E N stored"],
-    scale: Shaped[Array, "E o i"],
+    weight: Shaped[Array, "E N stored"] | tuple[Shaped[Array, "E N stored"], ...],
+    scale: Shaped[Array, "E o i"] | tuple[Shaped[Array, "E o i"], ...],
     group: Int32[Array, " tiles"],
     *,
     block=None,
     out_dtype,
-) -> Float[Array, "tiles R N"]:
+) -> Float[Array, "tiles R N"] | tuple[Float[Array, "tiles R N"], ...]:
     """pallas_kernels.grouped_gemm; `scale` may also be float32 factors, which no kernel takes."""
-    if scale.dtype == jnp.float32:
-        return _stored.grouped_gemm(x, weight, scale, group, block=block, out_dtype=jnp.dtype(out_dtype))
-    return _kernels.grouped_gemm(x, weight, scale, group, block=block, out_dtype=out_dtype)
+    function = _stored if _has_factors(scale) else _kernels
+    return function.grouped_gemm(x, weight, scale, group, block=block, out_dtype=jnp.dtype(out_dtype))
+
+
+def _has_factors(scale) -> bool:
+    return any(each.dtype == jnp.float32 for each in (scale if isinstance(scale, tuple) else (scale,)))
 
 
 def multiplies_stored(

@@ -130,6 +130,23 @@ def test_a_tile_has_the_same_bits_alone_and_among_others(family, name, rows, mon
     close(among, run("reference", x, weight, scale, group, block))
 
 
+@of_families(["fp4", "fp8 32"], quick=[("sm90", "fp4"), ("sm90", "fp8 32")])
+def test_several_weights_with_the_same_inputs(family, name):
+    """Three in one call, with tiles of each and one of none; alone as in an expert's tile."""
+    several, block = [stored(name, seed=seed)[:2] for seed in (1, 2, 3)], FORMS[name][2]
+    weights, scales = zip(*several, strict=True)
+    x, group = inputs(3, 16, name), jnp.array([2, -1, 0], jnp.int32)
+    options = dict(block=block, out_dtype=jnp.float32, implementation=on_chip.implementation(family))
+    found = grouped_gemm(x, weights, scales, group, **options)
+    assert isinstance(found, tuple) and len(found) == 3
+    for of_one, pair in zip(found, several, strict=True):
+        close(of_one, run("reference", x, *pair, group, block))
+    weights, scales = ([each[0] for each in arrays] for arrays in (weights, scales))
+    found = quantized_matmul(x[0], tuple(weights), tuple(scales), **options)
+    for of_one, weight, scale in zip(found, weights, scales, strict=True):
+        close([of_one], run("reference", x[:1], weight[None], scale[None], [0], block))
+
+
 SHAPES = [("fp8 32", (3, 2)), ("fp4", ()), ("fp8 32", (130,)), ("fp8 128 x 32", (70,))]
 
 

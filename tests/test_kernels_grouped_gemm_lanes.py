@@ -25,7 +25,8 @@ def bits(array):
 
 def factors_of(stored, scale, row, column, outputs):
     """(words for `operand`, the numbers in them [64, columns]): the factors of a tile, a column for the values of a scale."""
-    words = lanes.factors(lanes.load_scales(Memory(scale), row, column, stored, outputs), stored)
+    refs = [Memory(scale + 1), Memory(scale), Memory(scale + 2)]  # of three weights, the second is read
+    words = lanes.factors(lanes.load_scales(refs, 1, row, column, stored, outputs), stored)
     found = np.empty((64, 4, 2), np.float32)
     for half, word in enumerate(words.registers.reshape(-1)):
         found[ROW[half], LANE % 4] = word.elements[0].data.view(BF16).reshape(-1, 2).astype(np.float32)

@@ -168,6 +168,21 @@ def test_nothing(tiles, rows, experts, outputs, inputs, block):
     assert found.shape == (tiles, rows, outputs) and not found.any()
 
 
+@pytest.mark.parametrize("block", [None, 32])
+def test_several_weights_are_each_alone(block):
+    rng = np.random.default_rng(8)
+    weights, scales = zip(*(map(jnp.asarray, stored(rng, 2, 8, 64, block)) for _ in range(3)), strict=True)
+    x, group = jnp.asarray(rng.standard_normal((3, 4, 64)), jnp.float32), jnp.array([1, -1, 0], jnp.int32)
+    found = grouped_gemm(x, weights, scales, group, block=block)
+    alone = [grouped_gemm(x, *pair, group, block=block) for pair in zip(weights, scales, strict=True)]
+    np.testing.assert_array_equal(np.stack(found), np.stack(alone))
+    found = quantized_matmul(x, tuple(w[0] for w in weights), tuple(s[0] for s in scales), block=block)
+    alone = [quantized_matmul(x, w[0], s[0], block=block) for w, s in zip(weights, scales, strict=True)]
+    np.testing.assert_array_equal(np.stack(found), np.stack(alone))
+    nothing = grouped_gemm(x[:0], weights, scales, group[:0], block=block)
+    assert [each.shape for each in nothing] == [(0, 4, 8)] * 3
+
+
 def changed(function=grouped_gemm, block=32, **other):
     """A call with one of its arguments another one."""
     arguments = {
@@ -182,6 +197,7 @@ def changed(function=grouped_gemm, block=32, **other):
 
 
 FP4 = {"weight": jnp.zeros((3, 40, 32), jnp.uint8), "scale": jnp.zeros((3, 40, 2), jnp.uint8)}
+FP8_WEIGHT, FP8_SCALE = jnp.zeros((3, 40, 64), jnp.float8_e4m3fn), jnp.zeros((3, 2, 2), jnp.uint8)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -206,6 +222,14 @@ FP4 = {"weight": jnp.zeros((3, 40, 32), jnp.uint8), "scale": jnp.zeros((3, 40, 2
         ({**FP4, "block": 32}, "block=32 for an FP4 weight"),
         ({"out_dtype": jnp.float16}, "out_dtype=float16; it must be float32 or bfloat16"),
         ({"implementation": "sm80"}, "implementation='sm80' of grouped_gemm is not known"),
+        ({"weight": (FP8_WEIGHT,)}, "weight and scale must be two arrays or two tuples"),
+        ({"weight": (FP8_WEIGHT,), "scale": (FP8_SCALE,) * 2}, "1 weights and 2 scales are given"),
+        ({"weight": (), "scale": ()}, "0 weights and 0 scales are given"),
+        ({"weight": (FP8_WEIGHT, FP8_WEIGHT[:, :32]), "scale": (FP8_SCALE,) * 2}, "N is 40 in the arguments before it"),
+        (
+            {"weight": (FP8_WEIGHT, jnp.zeros((3, 40, 64), jnp.uint8)), "scale": (FP8_SCALE,) * 2},
+            r"weight\[1\] has dtype uint8, and weight\[0\] float8_e4m3fn",
+        ),
     ],
 )
 def test_what_is_refused(other, sentence):

@@ -86,7 +86,7 @@ class QuantizedExperts(Experts):
         numerics: Numerics,
     ) -> Float[Array, "tiles R d"]:
         """expert(rows)·weight, float32, of rows that are quantised for w1."""
-        gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
+        gate, up = self.w1.both(self.w3, rows, expert, numerics)
         a = numerics.round(swiglu(gate, up, self.limit, None))
         return f32(self.w2(self.w2.quantized(a, numerics), expert, numerics)) * weight
 

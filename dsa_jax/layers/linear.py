@@ -67,6 +67,14 @@ class QuantizedLinear(nnx.Module):
         y = ops.quantized_matmul(x, self.weight[...], self.scale[...], block=self.block, out_dtype=out_dtype)
         return numerics.round(ranks.total(y, self.summed_over)) if is_part else y
 
+    def both(
+        self, other: "QuantizedLinear", x: Float[Array, "*rows i"], numerics: Numerics
+    ) -> tuple[Float[Array, "*rows o"], Float[Array, "*rows o"]]:
+        """(self(x), other(x)) by one operation: of two linears of one shape, whose inputs no other device has."""
+        weights, scales = zip(*((each.weight[...], each.scale[...]) for each in (self, other)), strict=True)
+        x = numerics.fake(x, self.input_kind)
+        return ops.quantized_matmul(x, weights, scales, block=self.block, out_dtype=numerics.dtype)
+
     def per_group(self, x: Float[Array, "B S G i"], numerics: Numerics) -> Float[Array, "B S G _"]:
         """x[.., g, :] times group g of the outputs, of G equal groups; float32 sums, rounded once. x is not quantised."""
         (batch, count, groups, inputs), dtype = x.shape, numerics.dtype
@@ -113,6 +121,13 @@ class ExpertLinears(nnx.Module):
         """Tiles of rows that are `quantized`, each by the linear of its expert; 0 for those whose expert is none of 0..E-1."""
         options = dict(block=self.block, out_dtype=numerics.dtype)
         return ops.grouped_gemm(x, self.weight[...], self.scale[...], expert, **options)
+
+    def both(
+        self, other: "ExpertLinears", x: Float[Array, "tiles R i"], expert: Int32[Array, " tiles"], numerics: Numerics
+    ) -> tuple[Float[Array, "tiles R o"], Float[Array, "tiles R o"]]:
+        """(self(..), other(..)) by one operation: of two linears of one shape."""
+        weights, scales = zip(*((each.weight[...], each.scale[...]) for each in (self, other)), strict=True)
+        return ops.grouped_gemm(x, weights, scales, expert, block=self.block, out_dtype=numerics.dtype)
 
     def quantized(self, x: Float[Array, "*rows i"], numerics: Numerics) -> Float[Array, "*rows i"]:
         """The inputs as they are multiplied. Linears with the same inputs can share them."""

@@ -97,7 +97,7 @@ class SharedExpert(nnx.Module):
         self.w3 = QuantizedLinear(inner, width, block)
 
     def __call__(self, x: Float[Array, "T d"], numerics: Numerics) -> Float[Array, "T d"]:
-        a = swiglu(self.w1(x, numerics), self.w3(x, numerics), self.limit, None)
+        a = swiglu(*self.w1.both(self.w3, x, numerics), self.limit, None)
         return self.w2(numerics.round(a), numerics)
 
 
@@ -283,7 +283,7 @@ class Experts(nnx.Module):
         numerics: Numerics,
     ) -> Float[Array, "tiles R d"]:
         """expert(rows)·weight, of rows that are quantised for w1: the weight enters before w2."""
-        gate, up = self.w1(rows, expert, numerics), self.w3(rows, expert, numerics)
+        gate, up = self.w1.both(self.w3, rows, expert, numerics)
         a = numerics.round(swiglu(gate, up, self.limit, weight))
         return self.w2(self.w2.quantized(a, numerics), expert, numerics)
 

@@ -61,17 +61,21 @@ def _moved(rows, outputs, inputs, weights, block):
     return float(2 * rows * (inputs + outputs) + weights * (stored + scales))
 
 
-def _grouped(section, name, outputs, inputs, block, experts, tiles, rows, compiled=False):
-    """Tiles of as many experts as there are, those of one expert next to each other."""
+def _grouped(section, name, outputs, inputs, block, experts, tiles, rows, weights=1, compiled=False):
+    """Tiles of as many experts as there are, those of one expert next to each other; `weights` with the same inputs."""
 
     def make(key):
-        a, b, c = jax.random.split(key, 3)
+        a, b, *c = jax.random.split(key, 2 + weights)
         x = jax.random.normal(a, (tiles, rows, inputs)).astype(jnp.bfloat16)
         chosen = jax.random.permutation(b, experts)[:tiles].astype(jnp.int32)
-        return x, *random_weight(c, experts, outputs, inputs, block), jnp.repeat(chosen, -(-tiles // experts))[:tiles]
+        group = jnp.repeat(chosen, -(-tiles // experts))[:tiles]
+        return x, group, *_stacked(random_weight(key, experts, outputs, inputs, block) for key in c)
 
-    def call(function, x, weight, scale, group):
+    def call(function, x, group, weight, scale):
         return function(x, weight, scale, group, block=block, out_dtype=jnp.dtype(jnp.bfloat16))
+
+    def check(found, x, group, weight, scale):
+        return _largest_error(found, x, weight, scale, group, block)
 
     return Case(
         section=section,
@@ -80,27 +84,28 @@ def _grouped(section, name, outputs, inputs, block, experts, tiles, rows, compil
         function="grouped_gemm",
         make=make,
         call=call,
-        check=lambda found, *arrays: error(found, *arrays, block),
-        flops=2.0 * tiles * rows * outputs * inputs,
-        bytes=_moved(tiles * rows, outputs, inputs, min(tiles, experts), block),
+        check=check,
+        flops=2.0 * tiles * rows * weights * outputs * inputs,
+        bytes=_moved(tiles * rows, weights * outputs, inputs, min(tiles, experts), block),
         peak="bf16",
         compiled=compiled,
     )
 
 
-def _dense(name, outputs, inputs, rows, compiled=False):
+def _dense(name, outputs, inputs, rows, weights=1, compiled=False):
     block = (32, 32)
 
     def make(key):
-        a, b = jax.random.split(key)
-        weight, scale = random_weight(b, 1, outputs, inputs, block)
-        return jax.random.normal(a, (rows, inputs)).astype(jnp.bfloat16), weight[0], scale[0]
+        a, *b = jax.random.split(key, 1 + weights)
+        stored = (random_weight(key, 1, outputs, inputs, block) for key in b)
+        return jax.random.normal(a, (rows, inputs)).astype(jnp.bfloat16), *_stacked((w[0], s[0]) for w, s in stored)
 
     def call(function, x, weight, scale):
         return function(x, weight, scale, block=block, out_dtype=jnp.dtype(jnp.bfloat16))
 
     def check(found, x, weight, scale):
-        return error(found[None], x[None], weight[None], scale[None], jnp.zeros(1, jnp.int32), block)
+        found, weight, scale = jax.tree.map(lambda each: each[None], (found, weight, scale))
+        return _largest_error(found, x[None], weight, scale, jnp.zeros(1, jnp.int32), block)
 
     return Case(
         section="Dense products, FP8 with a scale per 32 x 32",
@@ -110,19 +115,33 @@ def _dense(name, outputs, inputs, rows, compiled=False):
         make=make,
         call=call,
         check=check,
-        flops=2.0 * rows * outputs * inputs,
-        bytes=_moved(rows, outputs, inputs, 1, block),
+        flops=2.0 * rows * weights * outputs * inputs,
+        bytes=_moved(rows, weights * outputs, inputs, 1, block),
         peak="bf16",
         compiled=compiled,
     )
+
+
+def _stacked(pairs):
+    """(weight, scale) of one pair; tuples of weights and of scales of several."""
+    weights, scales = zip(*pairs, strict=True)
+    return (weights, scales) if len(weights) > 1 else (weights[0], scales[0])
+
+
+def _largest_error(found, x, weight, scale, group, block):
+    if not isinstance(weight, tuple):
+        return error(found, x, weight, scale, group, block)
+    return jnp.max(jnp.stack([error(f, x, w, s, group, block) for f, w, s in zip(found, weight, scale, strict=True)]))
 
 
 _EXPERTS, _V32_EXPERTS = "Experts, FP4", "Experts, FP8 with a scale per 128 x 128"
 _STEPS = ((6, 8), (32, 16), (96, 128))  # tiles, rows of one request, of 32, of a chunk of 2048 tokens
 CASES = (
     *[_grouped(_EXPERTS, "w1", 2304, 5120, None, 32, *step, compiled=True) for step in _STEPS],
+    *[_grouped(_EXPERTS, "w1+w3", 2304, 5120, None, 32, *step, weights=2, compiled=True) for step in _STEPS],
     *[_grouped(_EXPERTS, "w2", 5120, 2304, None, 32, *step) for step in _STEPS],
     *[_dense("wq_a", 1280, 5120, rows, compiled=True) for rows in (8, 32, 128, 2048)],
+    *[_dense("shared w1+w3", 2304, 5120, rows, weights=2) for rows in (1, 32, 128)],
     *[_dense("wq_b", 32768, 1280, rows) for rows in (8, 32, 128, 2048)],
     *[_dense("wo_b", 5120, 8192, rows) for rows in (8, 32, 128, 2048)],
     _grouped(_V32_EXPERTS, "w1", 2048, 7168, (128, 128), 8, 8, 16, compiled=True),

@@ -11,6 +11,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
@@ -106,34 +107,43 @@ def in_column_order(x, stored: Stored):
     return x.reshape(*lead, -1, *split).transpose(axes).reshape(x.shape)
 
 
-def load_scales(scale_ref, row, column, stored: Stored, rows_of_group: int):
-    """The scales of rows row .. + 63 of the stacked weights and a tile's columns column .. + values - 1, for `factors`.
+def load_scales(scale_refs, which, row, column, stored: Stored, rows_of_group: int):
+    """The scales of rows row .. + 63 of stacked weights and a tile's columns column .. + values - 1, for `factors`.
 
-    scale_ref: uint8, device memory, [E * scale rows, scale columns]; row, column: int32 scalars, multiples of 64 and of a
-    tile's values. rows_of_group: rows N of a weight; the last tile of scales may be partial.
+    scale_refs: uint8, device memory, [E * scale rows, scale columns] each, of which scale_refs[which] is read; which, row,
+    column: int32 scalars, row and column multiples of 64 and of a tile's values. rows_of_group: rows N of a weight; the last
+    tile of scales may be partial.
     int32 [128 * 2]: of a lane's two rows, a byte a group. Interpreted: the scale of every value, uint8 [64, values].
     """
     carried, pack, _ = carried_words(2)
     block_rows, block_columns = stored.block
     per_group = -(-rows_of_group // block_rows)
 
-    def twin(scale_ref, row, column):
+    def twin(which, row, column, *scale_refs):
         first = row // rows_of_group * per_group + row % rows_of_group // block_rows
         count = max(1, ROWS // block_rows)
         columns = max(1, stored.values // block_columns)
-        found = scale_ref[pl.ds(first, count), pl.ds(column // block_columns, columns)]
+
+        def read(ref):
+            return lambda: ref[pl.ds(first, count), pl.ds(column // block_columns, columns)]
+
+        found = lax.switch(which, [read(ref) for ref in scale_refs])
         return jnp.repeat(jnp.repeat(found, ROWS // count, axis=0), stored.values // columns, axis=1)
 
     @mosaic.lane_code(
-        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        arg_types=(SCALAR, SCALAR, SCALAR, *[plgpu.RefType()] * len(scale_refs)),
         return_type=plgpu.ShapeDtypeStruct((128 * 2,), jnp.int32, layout=carried),
         twin=twin,
     )
-    def load(_, scale_ref, row, column):
+    def load(_, which, row, column, *scale_refs):
         i64 = ir.IntegerType.get_signless(64)
         thread = utils.thread_idx()
-        width = ir.MemRefType(scale_ref.type).shape[1]
-        row, column = mosaic.scalar(row), mosaic.scalar(column)
+        width = ir.MemRefType(scale_refs[0].type).shape[1]
+        which, row, column = (mosaic.scalar(each) for each in (which, row, column))
+        base = mosaic.global_pointer(scale_refs[0])
+        for number, ref in enumerate(scale_refs[1:], 1):
+            is_it = arith.cmpi(arith.CmpIPredicate.eq, which, i32(number))
+            base = arith.select(is_it, mosaic.global_pointer(ref), base)
         group = arith.divui(row, i32(rows_of_group))
         within = arith.subi(row, arith.muli(group, i32(rows_of_group)))
         own = arith.addi(column, arith.muli(quad_of(thread), i32(stored.values // 4)))
@@ -144,11 +154,11 @@ def load_scales(scale_ref, row, column, stored: Stored, rows_of_group: int):
             line = arith.divui(arith.addi(within, first), i32(block_rows))
             line = arith.addi(arith.muli(group, i32(per_group)), line)
             start = arith.addi(arith.muli(arith.extui(i64, line), utils.c(width, i64)), arith.extui(i64, at))
-            pointer = utils.getelementptr(mosaic.global_pointer(scale_ref), [start], i8_type())
+            pointer = utils.getelementptr(base, [start], i8_type())
             found.append(arith.extui(i32_type(), load_bits(pointer, 8 * stored.lane_groups)))
         return pack(found)
 
-    return load(scale_ref, row, column)
+    return load(which, row, column, *scale_refs)
 
 
 def load_words(raw_ref, part: int):

@@ -13,6 +13,19 @@ DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: 22 experts' w1 at V4.1's widths in bf16."""
 
 
+def one_by_one(function):
+    """Decorator: of several weights, in tuples with their scales, a tuple of each one's products."""
+
+    @functools.wraps(function)
+    def products(x, weight, scale, *group, **options):
+        if not isinstance(weight, tuple):
+            return function(x, weight, scale, *group, **options)
+        return tuple(function(x, *one, *group, **options) for one in zip(weight, scale, strict=True))
+
+    return products
+
+
+@one_by_one
 def quantized_matmul(x, weight, scale, *, block, out_dtype):
     """x [*rows, K] · dequantised(weight)ᵀ, all rows in one product."""
     if weight.dtype == jnp.uint8:  # the sum runs over even inputs first: in that order a weight is cheap to unpack
@@ -26,6 +39,7 @@ def quantized_matmul(x, weight, scale, *, block, out_dtype):
 
 
 @functools.partial(jax.jit, static_argnames=("block", "out_dtype"), inline=True)
+@one_by_one
 def grouped_gemm(x, weight, scale, group, *, block, out_dtype):
     """Tile by tile as `quantized_matmul`, as many at once as DEQUANTIZED_BYTES allows."""
     (tiles, rows, inputs), (experts, outputs) = x.shape, weight.shape[:2]

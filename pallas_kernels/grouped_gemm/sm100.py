@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels.grouped_gemm import lanes, tmem
 from pallas_kernels.grouped_gemm.lanes import BYTES, ROWS, Stored
+from pallas_kernels.grouped_gemm.reference import one_by_one
 
 STEP = 64  # columns of an operand, between two products
 MOST_ROWS, LEAST_ROWS = 128, 16  # of inputs in a product
@@ -31,6 +32,7 @@ def unproven(function, args):
     return "the sm100 kernel was compiled and interpreted, but never run on a GPU; name it to run it."
 
 
+@one_by_one
 def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.grouped_gemm`. bf16 inputs."""
     stored = lanes.stored_as(x, weight, block, "sm100")
@@ -42,6 +44,7 @@ def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     return out.reshape(tiles, parts * tile, -1)[:, :rows]
 
 
+@one_by_one
 def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.quantized_matmul`. bf16 inputs."""
     rows = x.reshape(1, -1, x.shape[-1])
@@ -129,7 +132,7 @@ def _multiply(x, weight, scale, group, stored: Stored, out_dtype):
 
             def scales(turn):
                 column = jnp.minimum(turn, turns - 1) * stored.values
-                return lanes.load_scales(scale_ref, own_row(half), column, stored, rows)
+                return lanes.load_scales([scale_ref], 0, own_row(half), column, stored, rows)
 
             def step(turn, found):
                 following = scales(turn + 1)

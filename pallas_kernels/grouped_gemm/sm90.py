@@ -1,7 +1,8 @@
 """Products with stored weights on Hopper: TMA brings stored bytes, which become operands of a wgmma in registers.
 
 A thread block takes one item after the other: some rows of a weight, 64 for a wgmma, and a tile of input rows. A producer
-warpgroup loads stored bytes and inputs into a ring, which does not stop between items. Four warpgroups read the bytes,
+warpgroup loads stored bytes and inputs into a ring, which does not stop between items. Items of several weights with the
+same inputs are taken as those of one. Four warpgroups read the bytes,
 make bf16 values of them, times their scales, and multiply: rows of the weight are rows of the products, so that a tile of
 8 input rows pays for 8, and nothing that is dequantised goes through memory of any kind. The four divide an item's rows
 among them, or its columns (`ways`), whose sums they add in shared memory; `splits` divides columns among items, and XLA
@@ -61,31 +62,43 @@ class TuningConfig:
 
 def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.grouped_gemm`. bf16 inputs, tiles of at most 128 rows."""
-    stored = lanes.stored_as(x, weight, block, "sm90")
+    weights, scales = _several(weight, scale)
+    stored = lanes.stored_as(x, weights[0], block, "sm90")
     tiles, rows, _ = x.shape
     if rows > MOST_ROWS:
         raise NotImplementedError(f"the sm90 kernel takes tiles of at most {MOST_ROWS} rows, not {rows}.")
     tile = _tile_rows(rows, MOST_ROWS)
-    ways = _grouped_ways(weight.shape[0] * weight.shape[1], x.shape[2] // stored.values) if tile <= FEW_ROWS else 1
-    out = _multiply(_padded(x, tile), weight, scale, group, stored, _config(stored, tile, ways, 1), jnp.dtype(out_dtype))
-    return out[:, :rows]
+    every_row = sum(each.shape[0] * each.shape[1] for each in weights)
+    ways = _grouped_ways(every_row, x.shape[2] // stored.values) if tile <= FEW_ROWS else 1
+    config = _config(stored, tile, ways, 1)
+    out = _multiply(_padded(x, tile), weights, scales, group, stored, config, jnp.dtype(out_dtype))
+    return _as_given(weight, [each[:, :rows] for each in out])
 
 
 def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     """See `pallas_kernels.grouped_gemm.quantized_matmul`. bf16 inputs; what XLA multiplies faster is left to it."""
-    stored = lanes.stored_as(x, weight, block, "sm90")
+    weights, scales = _several(weight, scale)
+    stored = lanes.stored_as(x, weights[0], block, "sm90")
     lead, width = x.shape[:-1], x.shape[-1]
-    rows = x.size // width
-    if rows > MOST_DENSE_ROWS or (rows == 1 and weight.size <= FAST_ROW_BYTES):
+    rows, size = x.size // width, sum(each.size for each in weights)
+    if rows > MOST_DENSE_ROWS or (rows == 1 and size <= FAST_ROW_BYTES):
         return reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
     x = x.reshape(-1, width)
     tile = _tile_rows(rows, _DENSE_TILE)
     tiles = -(-rows // tile)
-    config = _config(stored, tile, *_division(weight.shape[0], width // stored.values))
+    config = _config(stored, tile, *_division(sum(each.shape[0] for each in weights), width // stored.values))
     x = jnp.pad(x, ((0, tiles * tile - rows), (0, 0))).reshape(tiles, tile, width)
-    group = jnp.zeros((tiles,), jnp.int32)
-    out = _multiply(x, weight[None], scale[None], group, stored, config, jnp.dtype(out_dtype))
-    return out.reshape(tiles * tile, -1)[:rows].reshape(*lead, -1)
+    weights, scales = (tuple(each[None] for each in several) for several in (weights, scales))
+    out = _multiply(x, weights, scales, jnp.zeros((tiles,), jnp.int32), stored, config, jnp.dtype(out_dtype))
+    return _as_given(weight, [each.reshape(tiles * tile, -1)[:rows].reshape(*lead, -1) for each in out])
+
+
+def _several(weight, scale):
+    return (weight, scale) if isinstance(weight, tuple) else ((weight,), (scale,))
+
+
+def _as_given(weight, products):
+    return tuple(products) if isinstance(weight, tuple) else products[0]
 
 
 def _tile_rows(rows: int, most: int) -> int:
@@ -132,13 +145,14 @@ def _config(stored: Stored, tile: int, ways: int, splits: int) -> TuningConfig:
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
-def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out_dtype):
-    """x [tiles, R, K] bf16, weight [E, N, stored], scale [E, ..], group [tiles] -> [tiles, R, N]."""
+def _multiply(x, weights, scales, group, stored: Stored, config: TuningConfig, out_dtype):
+    """x [tiles, R, K] bf16, weights [E, N, stored] each, scales [E, ..], group [tiles] -> [tiles, R, N] for each weight."""
     tiles, tile, width = x.shape
-    experts, rows, bytes_of_row = weight.shape
+    experts, rows, bytes_of_row = weights[0].shape
     ways, splits, stages, groups = config.ways, config.splits, config.stages, config.row_groups
     item_rows = ROWS * groups
-    blocks = -(-rows // item_rows)
+    blocks_of_one = -(-rows // item_rows)
+    blocks = len(weights) * blocks_of_one
     columns = width // stored.values  # tiles of stored bytes
     interpreted = mosaic.is_interpreted()
     # Few sums leave registers for longer operands and for those of one tile while the next one's are made, 128 rows' sums for
@@ -162,15 +176,18 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
     if interpreted:  # whose wgmma takes no operand in registers
         scratch["left"] = plgpu.SMEM((WARPGROUPS, ROWS, 64 * at_once), jnp.bfloat16, transforms=_INPUTS)
 
-    def body(x_ref, weight_ref, scale_ref, group_ref, out_ref, *refs):
+    def body(x_ref, group_ref, *refs):
+        weight_refs, scale_refs = refs[: len(weights)], refs[len(weights) : 2 * len(weights)]
+        out_ref, *refs = refs[2 * len(weights) :]
         at = dict(zip(scratch, refs))
         wg, thread = lax.axis_index("wg"), lax.axis_index("thread")
         count = (items - thread + threads - 1) // threads
 
         def walk(step, carry):
-            """step(tile, split, block, weight, turns, carry) -> carry over all items; the next weight is looked up meanwhile.
+            """step(tile, split, which, block, expert, turns, carry) -> carry over all items; the next expert is looked up
+            meanwhile.
 
-            turns: the first tile of stored bytes and how many, which is 0 for a tile of rows without a weight.
+            which: the number of the weight. turns: the first tile of stored bytes and how many, which is 0 for a tile of rows without a weight.
             """
 
             def item(i):
@@ -187,14 +204,15 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                 first, end = (columns * n // splits for n in (split, split + 1))
                 there = (found >= 0) & (found < experts)
                 turns = first, jnp.where(there, end - first, 0)
-                return step(number, split, block, jnp.where(there, found, 0), turns, carry), following
+                which, block = block // blocks_of_one, lax.rem(block, blocks_of_one)
+                return step(number, split, which, block, jnp.where(there, found, 0), turns, carry), following
 
             return lax.fori_loop(0, count, one, (carry, look_up(0)))[0]
 
         def produce():
             plgpu.set_max_registers(config.load, action="decrease")
 
-            def step(number, split, block, expert, turns, loaded):
+            def step(number, split, which, block, expert, turns, loaded):
                 first_turn, count = turns
                 first = expert * rows + block * item_rows
 
@@ -209,8 +227,10 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                     turn = first_turn + turn
                     for i in range(groups):
                         row = jnp.minimum(first + i * ROWS, experts * rows - ROWS)  # beyond the weight: read, not used
-                        source = weight_ref.at[pl.ds(row, ROWS), pl.ds(turn * BYTES, BYTES)]
-                        plgpu.copy_gmem_to_smem(source, at["raw"].at[slot, i], full)
+                        place = (pl.ds(row, ROWS), pl.ds(turn * BYTES, BYTES))
+                        for w, ref in enumerate(weight_refs):
+                            copy = functools.partial(plgpu.copy_gmem_to_smem, ref.at[place], at["raw"].at[slot, i], full)
+                            copy() if len(weights) == 1 else pl.when(which == w)(copy)
                     source = x_ref.at[pl.ds(number * tile, tile), pl.ds(turn * stored.values, stored.values)]
                     plgpu.copy_gmem_to_smem(source, at["x"].at[slot], full)
                     return loaded + 1
@@ -236,14 +256,14 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                 plgpu.wgmma(acc, left, at["x"].at[slot, :, pl.ds(64 * pieces[0], 64 * len(pieces))].T)
                 plgpu.wgmma_wait(in_flight)  # the operand before this one may be overwritten
 
-            def step(number, split, block, expert, turns, used):
+            def step(number, split, which, block, expert, turns, used):
                 first, count = turns
                 row = block * item_rows + own * ROWS
 
                 def scales(turn):
                     turn = jnp.minimum(first + turn * ways + way, columns - 1)
                     at_row = jnp.minimum(expert * rows + row, experts * rows - ROWS)
-                    return lanes.load_scales(scale_ref, at_row, turn * stored.values, stored, rows)
+                    return lanes.load_scales(scale_refs, which, at_row, turn * stored.values, stored, rows)
 
                 def sums(acc):
                     def slot_of(turn):
@@ -287,7 +307,8 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
                 def write(found):
                     @pl.when(row < rows)
                     def _():
-                        lanes.store(out_ref, found * 2.0**stored.down, (split * tiles + number) * tile, row)
+                        first_row = (split * tiles + number) * tile
+                        lanes.store(out_ref, found * 2.0**stored.down, first_row, which * rows + row)
 
                 if ways == 1:
                     write(found)
@@ -316,7 +337,7 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
 
     out = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits * tiles * tile, rows), sum_dtype),
+        out_type=jax.ShapeDtypeStruct((splits * tiles * tile, len(weights) * rows), sum_dtype),
         grid=(threads,),
         grid_names=("thread",),
         num_threads=WARPGROUPS + 1,
@@ -324,9 +345,10 @@ def _multiply(x, weight, scale, group, stored: Stored, config: TuningConfig, out
         scratch_types=list(scratch.values()),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(
-        lanes.in_column_order(x, stored).reshape(tiles * tile, width),
-        lax.bitcast_convert_type(weight, jnp.uint8).reshape(experts * rows, bytes_of_row),
-        scale.reshape(-1, scale.shape[-1]), group,
+        lanes.in_column_order(x, stored).reshape(tiles * tile, width), group,
+        *[lax.bitcast_convert_type(each, jnp.uint8).reshape(experts * rows, bytes_of_row) for each in weights],
+        *[each.reshape(-1, each.shape[-1]) for each in scales],
     )  # fmt: skip
-    out = out.reshape(splits, tiles, tile, rows)
-    return out[0] if splits == 1 else functools.reduce(jnp.add, out).astype(out_dtype)
+    out = out.reshape(splits, tiles, tile, -1)
+    out = out[0] if splits == 1 else functools.reduce(jnp.add, out).astype(out_dtype)
+    return jnp.split(out, len(weights), axis=-1)
