@@ -126,7 +126,11 @@ def attention_beside(_, again, found):
 
 
 def products_beside(_, again, found):
-    ours, theirs = found.astype(jnp.float32), again("reference").astype(jnp.float32)
+    """Of one weight, or a tuple's of several."""
+    ours, theirs = (
+        jnp.concatenate([each.astype(jnp.float32).ravel() for each in jax.tree.leaves(products)])
+        for products in (found, again("reference"))
+    )
     return {"error": jnp.linalg.norm(ours - theirs) / jnp.maximum(jnp.linalg.norm(theirs), 1e-9)}
 
 

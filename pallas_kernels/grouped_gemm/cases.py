@@ -89,6 +89,7 @@ def _grouped(section, name, outputs, inputs, block, experts, tiles, rows, weight
         bytes=_moved(tiles * rows, weights * outputs, inputs, min(tiles, experts), block),
         peak="bf16",
         compiled=compiled,
+        targets=("sm90", "sm100") if weights == 1 else ("sm90",),  # Blackwell's kernel takes one after the other
     )
 
 
