@@ -1,9 +1,9 @@
 """Times whole steps of a model of real widths with random weights: by part, against a floor, against XLA's references.
 
 A model is cut to as many layers as show every role; widths, heads, formats and lists stay those of the config. Step times
-are wall-clock times of the compiled step. Parts are the device times of its operations as the profiler reports them, by
-the name of the operation that each belongs to; they come from a second compilation without CUDA graphs, whose kernels a
-profile cannot tell apart.
+are wall-clock times of the compiled step, greedy, in bursts that follow each other. Parts are the device times of its
+operations as the profiler reports them, by the name of the operation that each belongs to; they come from a second
+compilation without CUDA graphs, whose kernels a profile cannot tell apart.
 """
 
 import dataclasses

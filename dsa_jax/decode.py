@@ -228,8 +228,8 @@ class LanguageModel:
         """`steps` steps of every request that is not done, in one compiled call; with `drafts` as `decode_burst` says.
 
         Starts from the logits after the last token in the cache. Returns (cache, logits, done, tokens): tokens are -1
-        behind a stop id, which is the last token of its request; a request whose cache is full is done as well. Ends
-        early when all are done.
+        behind a stop id, which is the last token of its request; a request whose cache is full is done as well. A sampling
+        that is known to be greedy and one that is not have a program each.
         """
         stops = jnp.broadcast_to(stop_ids, (len(done), len(stop_ids)))
         return self._decode(self.leaves, cache, logits, done, sampling, stops, steps=steps, drafts=drafts)

@@ -308,7 +308,8 @@ def test_ac_71_no_burst_holds_a_second_pool(rows):
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.slots))
     chosen = None if rows is None else np.arange(rows, dtype=np.int32)
     arguments = (engine.model.leaves, engine._state.slots, chosen, np.zeros(BATCH if rows is None else rows, bool))
-    memory = engine.model.programs.decode.lower(*arguments, steps=STEPS, drafts=DRAFTS, is_greedy=True).compile().memory_analysis()
+    lowered = engine.model.programs.decode.lower(*arguments, steps=STEPS, drafts=DRAFTS, is_greedy=True)
+    memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size > 2**24
     assert memory.temp_size_in_bytes < 0.1 * size
 

@@ -112,7 +112,7 @@ def _call(kernel, rest, arrays):
 def _formats(operation: str, args) -> str:
     """The format of the weights in a call, or the record formats of its caches, else the dtype of its first array."""
     if operation == "grouped_gemm":
-        return WEIGHTS[str(args[1].dtype)]
+        return WEIGHTS[str(jax.tree.leaves(args[1])[0].dtype)]  # of a tuple all are alike
     caches = [x for x in jax.tree.leaves(args, is_leaf=lambda x: isinstance(x, PagedRows)) if isinstance(x, PagedRows)]
     if caches:
         return " + ".join(type(cache.format).__name__ for cache in caches)

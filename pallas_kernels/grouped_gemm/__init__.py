@@ -72,7 +72,7 @@ def _several(weight, scale) -> list[tuple[str, Any, Any]]:
     if not isinstance(weight, tuple):
         return [("", weight, scale)]
     if len(weight) != len(scale) or not weight:
-        raise ValueError(f"{len(weight)} weights and {len(scale)} scales are given; tuples must have as many, and at least one.")
+        raise ValueError(f"{len(weight)} weights and {len(scale)} scales are given; give as many of both, and at least one.")
     return [(f"[{n}]", *pair) for n, pair in enumerate(zip(weight, scale, strict=True))]
 
 

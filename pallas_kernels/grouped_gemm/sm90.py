@@ -187,7 +187,8 @@ def _multiply(x, weights, scales, group, stored: Stored, config: TuningConfig, o
             """step(tile, split, which, block, expert, turns, carry) -> carry over all items; the next expert is looked up
             meanwhile.
 
-            which: the number of the weight. turns: the first tile of stored bytes and how many, which is 0 for a tile of rows without a weight.
+            which: the number of the weight. turns: the first tile of stored bytes and how many, which is 0 for a tile of rows
+            without an expert.
             """
 
             def item(i):
