@@ -11,6 +11,7 @@ from tiny import CHECKPOINT
 
 from dsa_jax import bench_model
 from dsa_jax.bench_floor import PARTS, layers_of, work_of
+from dsa_jax.cache.requests import arrays_of
 from dsa_jax.cli import main
 from dsa_jax.config import load_config
 from dsa_jax.layer_plan import layer_plan
@@ -36,6 +37,22 @@ def test_work_is_counted_from_the_records_and_lists():
     assert work["indexer"] == (2 * (16 + 32 + 12) * (key + 4), 2 * 2 * (16 + 32 + 12) * 2 * 32)
     assert work["selection"][0] == 4 * 2 * (16 + 32 + 12 + 3 * 6)
     assert all(nbytes > 0 for nbytes, _ in work.values())
+
+
+def test_a_filled_cache_shares_pages_that_do_not_fit(monkeypatch):
+    """Three requests of five pages in a pool of seven: all pages are used, each by two or three requests."""
+    lm = small_model()
+    unit = lm.new_cache(1, 1).page_tokens
+    pages, shared = bench_model.most_pages(lm, 3, 5 * unit)
+    assert (pages, shared) == (15, 1)
+    one = bench_model.page_bytes(lm.new_cache(1, unit))
+    monkeypatch.setattr(bench_model, "_free_bytes", lambda: int(7.5 * one / bench_model.POOL_SHARE))
+    pages, shared = bench_model.most_pages(lm, 3, 5 * unit)
+    assert (pages, shared) == (7, 3)
+    cache = bench_model.filled_cache(lm, 3, 4 * unit, unit, pages)
+    table = np.asarray(cache.block_table)
+    assert table.shape == (3, 5) and set(table.flat) == set(range(7)) and cache.length.tolist() == [4 * unit] * 3
+    assert {len(pool) for pool in arrays_of(cache)[1]} == {7} and all(np.asarray(pool).any() for pool in arrays_of(cache)[1])
 
 
 def test_parts_of_a_program_go_by_the_names_of_operations():

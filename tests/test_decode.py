@@ -1,5 +1,7 @@
 """Sampling, generate and stream, the compiled steps by themselves, and what is refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from test_v32_config import RELEASED
 from tiny import tiny_config
 
 from dsa_jax import bench_model
-from dsa_jax.burst import steps_together
+from dsa_jax.burst import decode_burst, steps_together
 from dsa_jax.cache import new_cache
 from dsa_jax.config import V41Config
 from dsa_jax.config_v4 import V4Config
@@ -95,6 +97,45 @@ def test_bad_sampling_options_are_refused(options, sentence):
 
 
 # ---------------------------------------------------------------- the loop
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """A cache that counts the calls of its model."""
+
+    length: jax.Array
+    calls: jax.Array
+
+
+class Counting:
+    """Stands in for a model: after n tokens the next is n, for every request."""
+
+    def __call__(self, cache, tokens, count, numerics):
+        cache = Counted(cache.length + count, cache.calls + 1)
+        return jnp.broadcast_to(cache.length[:, None, None], (*tokens.shape, 1)), cache
+
+    def logits(self, h, numerics):
+        return jax.nn.one_hot(h[..., 0], 64)
+
+
+@pytest.mark.parametrize(
+    ("steps", "calls"), [(1, 1), (8, 8), (16, 16), (17, 6), (24, 12), (32, 16), (34, 6), (100, 10)]
+)
+def test_a_burst_ends_behind_the_steps_that_are_started_together(steps, calls):
+    """Of two requests, the last to end feeds five tokens. Up to 16 steps are done in any case, of more a divisor at a time:
+    17 one by one, 34 in twos."""
+    cache = Counted(jnp.array([3, 1], jnp.int32), jnp.int32(0))
+    logits = Counting().logits(cache.length[:, None], F32)
+    stops, limit = jnp.array([[5], [6]], jnp.int32), jnp.array([60, 60], jnp.int32)
+    cache, _, done, tokens = decode_burst(
+        Counting(), F32, cache, logits, jnp.zeros(2, bool), Sampling.of(2), stops, limit, steps
+    )
+    wanted = np.full((2, max(steps, 6)), -1)
+    wanted[0, :3], wanted[1, :6] = [3, 4, 5], [1, 2, 3, 4, 5, 6]
+    assert np.array_equal(tokens, wanted[:, :steps]) and int(cache.calls) == calls
+    assert done.all() == (steps >= 6) and (steps < 6 or cache.length.tolist() == [5, 6])
+    assert steps % steps_together(steps) == 0
 
 
 def decisions(jaxpr) -> list[str]:
