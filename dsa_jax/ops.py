@@ -37,10 +37,11 @@ import pallas_kernels as _kernels
 from pallas_kernels import dispatch as _dispatch
 from pallas_kernels import platform as _platform
 from pallas_kernels.grouped_gemm import reference as _stored
-from pallas_kernels.grouped_gemm.reference import DEQUANTIZED_BYTES
+from pallas_kernels.grouped_gemm.reference import DEQUANTIZED_BYTES, MOST_DENSE_ROWS
 
 __all__ = [
     "DEQUANTIZED_BYTES",
+    "MOST_DENSE_ROWS",
     "Candidates",
     "IndexFP8",
     "IndexMXFP4",

@@ -12,9 +12,6 @@ from dsa_jax.numerics import Numerics, matmul, matmul_f32
 TILE_ROWS = (8, 128)
 """Fewest and most rows of a tile that is multiplied by a stored weight: a tensor core's, and a kernel's."""
 
-STORED_ROWS = 256
-"""A weight that so many rows are multiplied by is dequantised once for more of them, and not once for each of their tiles."""
-
 
 class Linear(nnx.Module):
     """An unquantised linear without bias: y = x · Wᵀ, rounded once. Weight bf16 [out, in]."""
@@ -80,7 +77,7 @@ class QuantizedLinear(nnx.Module):
         (batch, count, groups, inputs), dtype = x.shape, numerics.dtype
         weight = self.weight[...].reshape(groups, -1, inputs)
         rows = batch * count
-        if rows <= STORED_ROWS and weight.shape[1] % self.block[0] == 0:  # a group has whole tiles of scales
+        if rows <= ops.MOST_DENSE_ROWS and weight.shape[1] % self.block[0] == 0:  # a group has whole tiles of scales
             scale = self.scale[...]
             scale = scale.reshape(groups, -1, scale.shape[-1])
             tile = tile_rows(rows)

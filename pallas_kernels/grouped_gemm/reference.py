@@ -12,6 +12,9 @@ from pallas_kernels.quantize import by_parity, reference
 DEQUANTIZED_BYTES = 512 << 20
 """Most bytes of dequantised weights at one time: 22 experts' w1 at V4.1's widths in bf16."""
 
+MOST_DENSE_ROWS = 256
+"""A dense weight is faster dequantised once for more rows than multiplied as it is stored for each of their tiles."""
+
 
 def one_by_one(function):
     """Decorator: of several weights, in tuples with their scales, a tuple of each one's products."""

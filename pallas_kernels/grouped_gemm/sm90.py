@@ -25,7 +25,6 @@ from pallas_kernels.grouped_gemm.lanes import BYTES, ROWS, Stored
 WARPGROUPS = 4  # of arithmetic
 MOST_ROWS = 128  # of a tile
 FEW_ROWS = 32  # of a tile whose products take no longer than its weights' bytes
-MOST_DENSE_ROWS = 256  # a dense weight for more rows is faster dequantised once
 FAST_ROW_BYTES = 8 << 20  # one row times so small a weight is faster by XLA, which dequantises it on the way
 _DENSE_TILE = 64
 _SHARED = 216 * 1024
@@ -81,7 +80,7 @@ def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     stored = lanes.stored_as(x, weights[0], block, "sm90")
     lead, width = x.shape[:-1], x.shape[-1]
     rows, size = x.size // width, sum(each.size for each in weights)
-    if rows > MOST_DENSE_ROWS or (rows == 1 and size <= FAST_ROW_BYTES):
+    if rows > reference.MOST_DENSE_ROWS or (rows == 1 and size <= FAST_ROW_BYTES):
         return reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
     x = x.reshape(-1, width)
     tile = _tile_rows(rows, _DENSE_TILE)
