@@ -66,7 +66,7 @@ def test_the_kept_tokens_are_the_smallest_set_that_reaches_top_p():
 def test_kept_tokens_are_those_of_a_sort():
     """Ties, both zeros, tokens that cannot be drawn, one token; against a stable sort with sums in float64."""
     rng = np.random.default_rng(0)
-    for size, spread in [(1, 1.0), (3, 1.0), (17, 5.0), (257, 0.1), (1000, 1.0), (1000, 5.0)]:
+    for size, spread in [(1, 1.0), (17, 5.0), (257, 0.1), (1000, 1.0)]:
         scaled = (rng.standard_normal((6, size)) * spread).astype(np.float32)
         scaled[::2] = np.round(scaled[::2] * 2) / 2  # to halves, and to 0 from both sides
         scaled[4, 1::3] = -np.inf
