@@ -63,10 +63,15 @@ def test_the_kept_tokens_are_the_smallest_set_that_reaches_top_p():
         assert np.flatnonzero(keep[0]).tolist() == expected
 
 
-def test_kept_tokens_are_those_of_a_sort():
-    """Ties, both zeros, tokens that cannot be drawn, one token; against a stable sort with sums in float64."""
+@pytest.mark.parametrize(
+    ("backend", "forms"), [("cpu", [(1, 1.0), (17, 5.0), (257, 0.1), (1000, 1.0)]), ("gpu", [(257, 1.0)])]
+)
+def test_kept_tokens_are_those_of_a_sort(backend, forms, monkeypatch):
+    """Ties, both zeros, tokens that cannot be drawn, one token; against a stable sort with sums in float64. Passes in a loop,
+    and written out as for a GPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     rng = np.random.default_rng(0)
-    for size, spread in [(1, 1.0), (17, 5.0), (257, 0.1), (1000, 1.0)]:
+    for size, spread in forms:
         scaled = (rng.standard_normal((6, size)) * spread).astype(np.float32)
         scaled[::2] = np.round(scaled[::2] * 2) / 2  # to halves, and to 0 from both sides
         scaled[4, 1::3] = -np.inf

@@ -132,7 +132,7 @@ def test_a_tile_has_the_same_bits_alone_and_among_others(family, name, rows, mon
 
 @of_families(["fp4", "fp8 32"], quick=[("sm90", "fp4")])
 def test_several_weights_with_the_same_inputs(family, name):
-    """Three in one call, with tiles of each and one of none; alone as in an expert's tile."""
+    """Three in one call: tiles of two experts and one of none, then dense ones."""
     several, block = [stored(name, seed=seed)[:2] for seed in (1, 2, 3)], FORMS[name][2]
     weights, scales = zip(*several, strict=True)
     x, group = inputs(3, 16, name), jnp.array([2, -1, 0], jnp.int32)

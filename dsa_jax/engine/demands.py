@@ -181,6 +181,7 @@ def require_kernels(lm: Any, sizes: Sizes) -> None:
         chosen = rows(requests) if requests < batch else None
         active = jax.ShapeDtypeStruct((requests,), jnp.bool_)
         with _naming(lm.implementation, f"a burst of {requests} requests (decode_rows)"):
+            # Drawing adds no kernel: what carries the one program carries the other.
             static = {"steps": sizes.steps, "drafts": sizes.drafts, "is_greedy": True}
             lm.programs.decode.eval_shape(lm.leaves, slots, chosen, active, **static)
 

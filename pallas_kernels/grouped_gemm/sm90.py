@@ -67,7 +67,7 @@ def grouped_gemm(x, weight, scale, group, *, block=None, out_dtype):
     if rows > MOST_ROWS:
         raise NotImplementedError(f"the sm90 kernel takes tiles of at most {MOST_ROWS} rows, not {rows}.")
     tile = _tile_rows(rows, MOST_ROWS)
-    every_row = sum(each.shape[0] * each.shape[1] for each in weights)
+    every_row = len(weights) * weights[0].shape[0] * weights[0].shape[1]
     ways = _grouped_ways(every_row, x.shape[2] // stored.values) if tile <= FEW_ROWS else 1
     config = _config(stored, tile, ways, 1)
     out = _multiply(_padded(x, tile), weights, scales, group, stored, config, jnp.dtype(out_dtype))
@@ -79,13 +79,13 @@ def quantized_matmul(x, weight, scale, *, block=None, out_dtype):
     weights, scales = _several(weight, scale)
     stored = lanes.stored_as(x, weights[0], block, "sm90")
     lead, width = x.shape[:-1], x.shape[-1]
-    rows, size = x.size // width, sum(each.size for each in weights)
+    rows, size = x.size // width, len(weights) * weights[0].size
     if rows > reference.MOST_DENSE_ROWS or (rows == 1 and size <= FAST_ROW_BYTES):
         return reference.quantized_matmul(x, weight, scale, block=block, out_dtype=out_dtype)
     x = x.reshape(-1, width)
     tile = _tile_rows(rows, _DENSE_TILE)
     tiles = -(-rows // tile)
-    config = _config(stored, tile, *_division(sum(each.shape[0] for each in weights), width // stored.values))
+    config = _config(stored, tile, *_division(len(weights) * weights[0].shape[0], width // stored.values))
     x = jnp.pad(x, ((0, tiles * tile - rows), (0, 0))).reshape(tiles, tile, width)
     weights, scales = (tuple(each[None] for each in several) for several in (weights, scales))
     out = _multiply(x, weights, scales, jnp.zeros((tiles,), jnp.int32), stored, config, jnp.dtype(out_dtype))
@@ -230,7 +230,10 @@ def _multiply(x, weights, scales, group, stored: Stored, config: TuningConfig, o
                         place = (pl.ds(row, ROWS), pl.ds(turn * BYTES, BYTES))
                         for w, ref in enumerate(weight_refs):
                             copy = functools.partial(plgpu.copy_gmem_to_smem, ref.at[place], at["raw"].at[slot, i], full)
-                            copy() if len(weights) == 1 else pl.when(which == w)(copy)
+                            if len(weights) == 1:
+                                copy()
+                            else:
+                                pl.when(which == w)(copy)
                     source = x_ref.at[pl.ds(number * tile, tile), pl.ds(turn * stored.values, stored.values)]
                     plgpu.copy_gmem_to_smem(source, at["x"].at[slot], full)
                     return loaded + 1
